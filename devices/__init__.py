@@ -1,0 +1,1 @@
+"""Devices a bundle can run on: one row of facts each."""

@@ -1,0 +1,1 @@
+"""From a checkpoint to a bundle, and the proof that both compute the same."""

@@ -1,0 +1,1 @@
+"""Weights in few bits: schemes, rounding and one canonical store."""

@@ -1,0 +1,17 @@
+"""The errors a person sees: one line that says what, found, expected and what to do."""
+
+
+class SpecedgeError(Exception):
+    """Something outside the program is wrong: a file, an option's value, a device.
+
+    The message is one line: what it is about (file, tensor or key), the value found, what was expected and what to do. The command line prints it and leaves with
+    `exit_code`.
+    """
+
+    exit_code = 1
+
+
+class UsageError(SpecedgeError):
+    """The request itself makes no sense, whatever the files hold."""
+
+    exit_code = 2
