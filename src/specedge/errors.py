@@ -4,8 +4,8 @@
 class SpecedgeError(Exception):
     """Something outside the program is wrong: a file, an option's value, a device.
 
-    The message is one line: what it is about (file, tensor or key), the value found, what was expected and what to do. The command line prints it and leaves with
-    `exit_code`.
+    The message is one line: what it is about (file, tensor or key), the value found, what was expected and what to do.
+    The command line prints it and leaves with `exit_code`.
     """
 
     exit_code = 1

@@ -1,0 +1,240 @@
+"""The whole conversion on one screen: read, quantise, write weights, trace, lower, write graphs."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from specedge import bundle as bundles
+from specedge.bundle import Bundle, File, Graph, KVLayout, Manifest, Role, Rope, Source, Weight
+from specedge.devices.device import Device
+from specedge.devices.table import get_device
+from specedge.errors import SpecedgeError, UsageError
+from specedge.export import to_onnx
+from specedge.export.checkpoint import Checkpoint, open_checkpoint
+from specedge.export.decoder import padded_head_dim
+from specedge.export.families import tensor_names
+from specedge.export.lower import attach_weights
+from specedge.export.vocabulary import compare_vocabularies, token_count
+from specedge.export.weights import WeightWriter
+from specedge.progress import Progress, silent
+from specedge.quant.rounding import round_to_nearest
+from specedge.quant.scheme import Scheme
+
+WEIGHT_FILE = "weights.bin"
+_TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `spec-export convert` was asked for. `body` and `head` are a Scheme or a float type's name."""
+
+    model: str
+    output: Path
+    draft: str | None = None
+    device: str = "cpu"
+    widths: tuple[int, ...] = (1, 5, 9)
+    context: int = 1024
+    chunk: int = 64
+    body: Scheme | str = Scheme(4, 32, symmetric=True)
+    head: Scheme | str = Scheme(8, 32, symmetric=True)
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.context < 2:
+            raise UsageError(f"context {self.context}: expected at least 2, a prompt token and an emitted one")
+        if self.chunk < 1 or not self.widths or min(self.widths) < 1:
+            raise UsageError(f"chunk {self.chunk}, widths {self.widths}: expected positive numbers")
+        if max(self.widths) > self.context:
+            raise UsageError(f"widths {self.widths}: wider than the context of {self.context}")
+        if "float16" in (self.body, self.head) and self.body != self.head:
+            raise UsageError(
+                f"weights {self.body} with head weights {self.head}: fp16 is a whole graph's type; use it for both"
+            )
+
+    @property
+    def dtype(self) -> str:
+        """Type of the graph's activations, inputs, outputs and KV."""
+        return "float16" if self.body == "float16" else "float32"
+
+
+def convert(request: Request, progress: Progress = silent) -> Bundle:
+    """Write a bundle, whole or not at all.
+
+    Raises:
+        SpecedgeError: The checkpoint is damaged or unsupported, target and draft differ in vocabulary, the output exists.
+    """
+    device = get_device(request.device)
+    target = open_checkpoint(request.model)
+    draft = open_checkpoint(request.draft) if request.draft else None
+    for checkpoint in filter(None, (target, draft)):
+        _check_context(checkpoint, request.context)
+    verify = sorted({1, *request.widths})
+    with _new_folder(request.output, request.force) as folder:
+        has_tokenizer = target.save_tokenizer(folder)
+        roles = {}
+        if draft:
+            _check_vocabulary(folder, has_tokenizer, target, draft)
+            # catch-up after a full acceptance feeds two tokens
+            roles["draft"] = _write_role("draft", draft, folder, device, [1, 2], request, progress)
+        roles["target"] = _write_role("target", target, folder, device, verify, request, progress)
+        vocab = target.config.vocab_size
+        manifest = Manifest(
+            schema=bundles.SCHEMA,
+            tools={name: version(name) for name in ("specedge", *_TOOLS)},
+            sources={role: Source(c.name, c.license) for role, c in (("target", target), ("draft", draft)) if c},
+            device=device.name,
+            widths=tuple(verify),
+            context=request.context,
+            allowed_ids=min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab,
+            eos_ids=target.eos_ids,
+            bos_id=target.bos_id,
+            drafters=("draft", "lookup") if draft else ("lookup",),
+            roles=roles,
+            files=_hash_files(folder),
+        )
+        (folder / bundles.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return bundles.open_bundle(request.output)
+
+
+def _write_role(
+    role: str,
+    checkpoint: Checkpoint,
+    folder: Path,
+    device: Device,
+    widths: list[int],
+    request: Request,
+    progress: Progress,
+) -> Role:
+    """Write one model's weight file and graphs into `folder/role`."""
+    config, place = checkpoint.config, folder / role
+    place.mkdir()
+    weights = _write_weights(role, checkpoint, place / WEIGHT_FILE, request, progress)
+    chunk = max(min(request.chunk, request.context), *widths)
+    graphs: list[Graph] = []
+    steps = sorted({*widths, chunk}) if device.static else [None]
+    progress(f"{role}: graphs", 0, len(steps))
+    for done, width in enumerate(steps, 1):
+        model = to_onnx.trace(config, device.form, width, request.context, request.dtype)
+        attach_weights(model, {weight.name: weight for weight in weights}, WEIGHT_FILE)
+        file = "step.onnx" if width is None else f"step_{width}.onnx"
+        to_onnx.write(model, place / file)
+        graphs.append(to_onnx.describe(model, f"{role}/{file}", width))
+        progress(f"{role}: graphs", done, len(steps))
+    head_dim = padded_head_dim(config, device.form)
+    return Role(
+        model_type=config.model_type,
+        form=device.form,
+        context=request.context,
+        chunk=chunk,
+        vocab_size=config.vocab_size,
+        mask_value=device.mask_value,
+        rope=Rope(config.inv_freq, config.rope_scaling),
+        kv=KVLayout(config.layers, config.kv_heads, head_dim, request.dtype),
+        weight_file=f"{role}/{WEIGHT_FILE}",
+        weights=tuple(weights),
+        graphs=tuple(graphs),
+    )
+
+
+def _write_weights(role: str, checkpoint: Checkpoint, path: Path, request: Request, progress: Progress) -> list[Weight]:
+    """Store every tensor, one in memory at a time: matrices as asked for, vectors in the graph's own type."""
+    names = tensor_names(checkpoint.config)
+    weights = []
+    progress(f"{role}: weights", 0, len(names))
+    with WeightWriter(path) as writer:
+        for done, (name, (_, shape)) in enumerate(names.items(), 1):
+            values = checkpoint.tensor(name)
+            form = _form(name, shape, request)
+            if isinstance(form, Scheme):
+                weights.append(writer.add_quantized(name, round_to_nearest(values, form)))
+            else:
+                weights.append(writer.add_float(name, _as_float(name, values, form)))
+            progress(f"{role}: weights", done, len(names))
+    return weights
+
+
+def _form(name: str, shape: tuple[int, ...], request: Request) -> Scheme | str:
+    if len(shape) == 1:
+        return request.dtype
+    return request.head if name in ("embed_tokens.weight", "lm_head.weight") else request.body
+
+
+def _as_float(name: str, values: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", dtype: str) -> "np.ndarray":
+    largest = float(np.abs(values).max())
+    if largest > float(np.finfo(dtype).max):
+        raise SpecedgeError(f"{name}: holds {largest:g}, more than {dtype} can; use --weights fp32 or int8")
+    return values.astype(dtype)
+
+
+def _check_context(checkpoint: Checkpoint, context: int) -> None:
+    most = checkpoint.config.max_positions
+    if context > most:
+        raise UsageError(
+            f"context {context}: {checkpoint.name} was made for at most {most} positions; use --context {most}"
+        )
+
+
+def _check_vocabulary(folder: Path, has_tokenizer: bool, target: Checkpoint, draft: Checkpoint) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        draft_tokenizer = Path(place) / "tokenizer.json" if draft.save_tokenizer(Path(place)) else None
+        target_tokenizer = folder / "tokenizer.json" if has_tokenizer else None
+        compare_vocabularies(target_tokenizer, draft_tokenizer, target.config.vocab_size, draft.config.vocab_size)
+
+
+def _hash_files(folder: Path) -> dict[str, File]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): File(path.stat().st_size, bundles.sha256(path)) for path in files}
+
+
+@contextlib.contextmanager
+def _new_folder(output: Path, force: bool) -> Iterator[Path]:
+    """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails."""
+    output = output.absolute()
+    if output.exists() and not force:
+        raise SpecedgeError(f"{output}: exists already; choose another -o or add --force")
+    if output.exists() and not (output / bundles.MANIFEST).is_file():
+        raise SpecedgeError(f"{output}: exists and is no bundle; --force replaces bundles only, choose another -o")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(output)
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+        if output.exists():
+            replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
+            output.rename(replaced)
+            partial.rename(output)
+            shutil.rmtree(replaced)
+        else:
+            partial.rename(output)
+    except OSError as error:
+        raise SpecedgeError(f"{output}: was not written ({error}); nothing is left behind") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sweep(output: Path) -> None:
+    """Remove what a killed conversion to the same place left."""
+    for leftover in output.parent.iterdir():
+        name, _, owner = leftover.name.rpartition("-")
+        if name == f".{output.name}.partial" and owner.isdigit() and not _alive(int(owner)):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    if os.name == "nt":  # signal 0 would end the process there
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,152 @@
+"""The decoder as an ONNX graph: traced without weights, then written beside its weight file."""
+
+import contextlib
+import functools
+import io
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from specedge.bundle import Graph, TensorSpec
+from specedge.devices.device import Form
+from specedge.export.decoder import Decoder, padded_head_dim
+from specedge.export.families import DecoderConfig
+
+OPSET = 23  # the first with RMSNormalization
+_TYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+@functools.lru_cache(maxsize=8)
+def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str) -> bytes:
+    """Serialised step graph whose weights are still graph inputs, named as in the checkpoint.
+
+    Traced on fake tensors, so a model of any size costs no memory; the cache serves a draft shaped like its target.
+    """
+    with FakeTensorMode(), _quiet():
+        model = Decoder(config, form, _TYPES[dtype]).eval()
+        inputs, symbols = _example(config, form, width, context, _TYPES[dtype])
+        kv = [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
+        past, new = "past_", "present_" if form == "in-place" else "new_"
+        lengths = ["seqlens_k", "total_sequence_length"] if form == "in-place" else []
+        program = torch.onnx.export(
+            model,
+            inputs,
+            input_names=[
+                "input_ids",
+                "rope_cos",
+                "rope_sin",
+                "attention_bias",
+                *(past + name for name in kv),
+                *lengths,
+            ],
+            output_names=["logits", *(new + name for name in kv)],
+            dynamic_shapes=symbols,
+            opset_version=OPSET,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+    assert program is not None
+    model_ir = program.model
+    _weights_to_inputs(model_ir, {name for name, _ in model.named_parameters(remove_duplicate=False)}, config.tied)
+    onnxscript.optimizer.optimize_ir(model_ir)
+    model_ir.producer_name, model_ir.producer_version = "specedge", ""
+    _strip(model_ir)
+    return ir.to_proto(model_ir).SerializeToString()
+
+
+def trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str) -> ir.Model:
+    """The step graph of `width` (None: symbolic) as IR, its weights still inputs; a fresh copy each time."""
+    return ir.from_proto(onnx.load(io.BytesIO(_trace(config, form, width, context, dtype))))
+
+
+def write(model: ir.Model, path: Path) -> None:
+    """Write the graph; its weights stay in the external file they already point to."""
+    path.write_bytes(ir.to_proto(model).SerializeToString(deterministic=True))
+
+
+def describe(model: ir.Model, file: str, width: int | None) -> Graph:
+    """The graph as the manifest lists it."""
+    ops = Counter(node.op_type for node in model.graph.all_nodes())
+    return Graph(file, width, _specs(model.graph.inputs), _specs(model.graph.outputs), dict(sorted(ops.items())))
+
+
+def _specs(values: "ir.Sequence[ir.Value] | list[ir.Value]") -> tuple[TensorSpec, ...]:
+    specs = []
+    for value in values:
+        assert value.shape is not None and value.dtype is not None and value.name is not None
+        shape = tuple(size if isinstance(size, int) else str(size.value) for size in value.shape)
+        specs.append(TensorSpec(value.name, str(np.dtype(value.dtype.numpy())), shape))
+    return tuple(specs)
+
+
+def _example(
+    config: DecoderConfig, form: Form, width: int | None, context: int, dtype: torch.dtype
+) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Example inputs of one step and, for a symbolic width, which of their dimensions vary."""
+    rows = width or 5
+    slots = rows + (context if form == "delta" else 3)
+    half = config.head_dim // 2
+    kv_shape = (1, config.kv_heads, context, padded_head_dim(config, form))
+    past = [(torch.empty(kv_shape, dtype=dtype), torch.empty(kv_shape, dtype=dtype)) for _ in range(config.layers)]
+    lengths = (torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)) if form == "in-place" else ()
+    inputs = (
+        torch.empty(1, rows, dtype=torch.int32),
+        torch.empty(1, 1, rows, half, dtype=dtype),
+        torch.empty(1, 1, rows, half, dtype=dtype),
+        torch.empty(1, 1, rows, slots, dtype=dtype),
+        past,
+        lengths,
+    )
+    vary: tuple[dict[int, object], ...] = ({}, {}, {}, {})
+    if width is None:
+        step, total = torch.export.Dim("T", min=1, max=context), torch.export.Dim("total", min=1, max=context)
+        vary = ({1: step}, {2: step}, {2: step}, {2: step, 3: total})
+    return inputs, (*vary, [({}, {})] * config.layers, ({},) * len(lengths))
+
+
+def _weights_to_inputs(model: ir.Model, names: set[str], tied: bool) -> None:
+    graph = model.graph
+    if tied and "lm_head.weight" in graph.initializers:  # the exporter keeps one of the two names
+        graph.initializers["lm_head.weight"].name = "embed_tokens.weight"
+    for name in [name for name in graph.initializers if name in names]:
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        graph.inputs.append(value)
+
+
+def _strip(model: ir.Model) -> None:
+    """Drop what the exporter notes about this machine (source paths, stack traces): same model, same bytes."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.graph.doc_string = None
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns about torchvision, shared axis names and its own deprecations: nothing a user can act on."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

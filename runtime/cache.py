@@ -1,0 +1,55 @@
+"""The KV cache of one sequence: accepted columns are kept, rejected ones are never copied."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from specedge.bundle import KVLayout
+
+Array = npt.NDArray[np.generic]
+
+
+class KVCache:
+    """2 x layers buffers [1, K, C, D]; the first `length` columns hold the committed tokens."""
+
+    def __init__(self, layout: KVLayout, context: int) -> None:
+        shape = (1, layout.heads, context, layout.head_dim)
+        names = [f"{kind}_{layer}" for layer in range(layout.layers) for kind in ("key", "value")]
+        self._buffers: dict[str, Array] = {name: np.zeros(shape, layout.dtype) for name in names}
+        self._context = context
+        self.length = 0
+
+    def buffers(self) -> Iterator[tuple[str, Array]]:
+        """(name such as "key_0", its buffer), in layer order."""
+        yield from self._buffers.items()
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate a cache of {self.length} columns to {length}")
+        self.length = length
+
+    def append(self, columns: dict[str, Array], rows: Sequence[int]) -> None:
+        """Copy columns `rows` of a step's new KV [1, K, T, D] behind the committed ones."""
+        end = self._grow(len(rows))
+        consecutive = list(rows) == list(range(len(rows)))
+        for name, new in columns.items():
+            kept = new[:, :, : len(rows)] if consecutive else new[:, :, list(rows)]
+            self._buffers[name][:, :, self.length : end] = kept
+        self.length = end
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Commit columns `rows`, ascending, of a step that wrote its own into the buffers right behind the committed ones."""
+        end = self._grow(len(rows))
+        if list(rows) != list(range(len(rows))):  # a tree: the accepted path closes ranks
+            source = [self.length + row for row in rows]
+            for buffer in self._buffers.values():
+                buffer[:, :, self.length : end] = buffer[:, :, source]
+        self.length = end
+
+    def _grow(self, count: int) -> int:
+        end = self.length + count
+        if end > self._context:
+            raise ValueError(f"{count} more columns after {self.length} do not fit a context of {self._context}")
+        return end

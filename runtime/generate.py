@@ -1,0 +1,323 @@
+"""Text in, text out: an engine over a bundle, its requests and their results."""
+
+import operator
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from specedge.bundle import Bundle, Role, open_bundle
+from specedge.devices.device import Device
+from specedge.devices.table import get_device
+from specedge.errors import SpecedgeError, UsageError
+from specedge.runtime import accept
+from specedge.runtime.control import Adaptive, Control, Fixed
+from specedge.runtime.decode import Round, decode, prefill
+from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter
+from specedge.runtime.model import Model
+from specedge.runtime.sample import Sampling
+from specedge.runtime.text import Prompt, TextStream, Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One emitted token and the text it released (design.md §6); `round` counts from 0."""
+
+    id: int
+    text: str
+    round: int
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts and seconds of one request; `per_round` holds (drafted, accepted) of every round."""
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    per_round: list[tuple[int, int]] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def add(self, round_: Round, emitted: int) -> None:
+        self.tokens += emitted
+        self.per_round.append((len(round_.drafted), min(round_.accepted, emitted)))
+        self.draft_seconds += round_.draft_seconds
+        self.verify_seconds += round_.verify_seconds
+        self.decode_seconds += round_.seconds
+
+    @property
+    def rounds(self) -> int:
+        return len(self.per_round)
+
+    @property
+    def drafted(self) -> int:
+        return sum(drafted for drafted, _ in self.per_round)
+
+    @property
+    def accepted(self) -> int:
+        return sum(accepted for _, accepted in self.per_round)
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def accepted_by_position(self) -> list[float]:
+        """Share of the drafts at each chain position that were accepted."""
+        drafted, accepted = Counter[int](), Counter[int]()
+        for drafted_count, accepted_count in self.per_round:
+            drafted.update(range(drafted_count))
+            accepted.update(range(accepted_count))
+        return [accepted[position] / drafted[position] for position in sorted(drafted)]
+
+    def as_dict(self) -> dict[str, object]:
+        names = (
+            "prompt_tokens",
+            "tokens",
+            "rounds",
+            "drafted",
+            "accepted",
+            "tokens_per_round",
+            "accepted_by_position",
+            "prefill_seconds",
+            "draft_seconds",
+            "verify_seconds",
+            "decode_seconds",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request. `ids` includes the token that stopped it; `text` ends before a stop string."""
+
+    ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stats: Stats
+
+
+class Engine:
+    """A bundle opened on a device. One request at a time: a second one while it runs is refused."""
+
+    def __init__(self, bundle: Bundle, device: Device, draft_device: Device, drafter: str | None, threads: int | None) -> None:
+        manifest = bundle.manifest
+        self.bundle = bundle
+        self.device = device
+        self.drafter_name = drafter or manifest.drafters[0]
+        if self.drafter_name not in manifest.drafters:
+            raise SpecedgeError(f"{bundle.path}: no drafter {drafter!r}; it holds {', '.join(manifest.drafters)}")
+        self.tokenizer = Tokenizer(bundle) if "tokenizer.json" in manifest.files else None
+        self.target = Model(bundle, "target", device, threads).sequence()
+        self._draft = Model(bundle, "draft", draft_device, threads).sequence() if self.drafter_name == "draft" else None
+        self._draft_device = draft_device
+        self._busy = threading.Lock()
+
+    @property
+    def context(self) -> int:
+        return self.bundle.manifest.context
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        gamma: int | None = None,
+        speculate: bool = True,
+    ) -> Iterator[Token]:
+        """Tokens as they are accepted; closing the iterator ends the request after the round it is in."""
+        return _Request(self, prompt, sampling or Sampling(), max_new_tokens, stop, gamma, speculate).tokens()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        gamma: int | None = None,
+        speculate: bool = True,
+    ) -> Result:
+        """The whole answer. `gamma=None` lets control decide, an int drafts exactly that many whenever room allows.
+
+        Raises:
+            SpecedgeError: The prompt does not fit the context, is empty or holds ids outside the vocabulary.
+        """
+        request = _Request(self, prompt, sampling or Sampling(), max_new_tokens, stop, gamma, speculate)
+        tokens = list(request.tokens())
+        return Result([token.id for token in tokens], request.text, request.finish_reason, request.stats)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt in any of its three forms, checked."""
+        ids = self._ids(prompt)
+        if not ids:
+            if self.bundle.manifest.bos_id is None:
+                raise SpecedgeError("prompt: empty, and the model has no BOS token to start from; give at least one token")
+            ids = [self.bundle.manifest.bos_id]
+        vocab = self.target.role.vocab_size
+        for index, token in enumerate(ids):
+            if not 0 <= token < vocab:
+                raise SpecedgeError(f"prompt: id {token} at index {index}, expected 0..{vocab - 1}")
+        if len(ids) >= self.context:
+            raise SpecedgeError(
+                f"prompt: {len(ids)} tokens leave no room in a context of {self.context}; shorten it or convert with a "
+                f"larger --context"
+            )
+        return ids
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer("text").encode(prompt) if prompt else []
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if messages:
+            return self._need_tokenizer("chat messages").encode_chat(messages)
+        return [operator.index(item) for item in prompt if not isinstance(item, Mapping)]
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise SpecedgeError(f"prompt: {what}, but {self.bundle.path} has no tokenizer; pass token ids")
+        return self.tokenizer
+
+    def new_drafter(self, sampling: Sampling) -> Drafter:
+        """The drafter of one request."""
+        if self._draft is not None:
+            return DraftModel(self._draft, sampling, self.bundle.manifest.allowed_ids)
+        return LookupDrafter(self.context)
+
+    def new_control(self, gamma: int | None, speculate: bool) -> Control:
+        """Who chooses gamma in one request."""
+        widest = self.widest_verify
+        if not speculate:
+            return Fixed(0)
+        if gamma is not None:
+            if not 0 <= gamma < widest:
+                raise UsageError(f"gamma {gamma}: the bundle verifies up to {widest - 1} drafts; convert with --gamma {gamma}")
+            return Fixed(gamma)
+        return Adaptive(self._step_cost, self._draft_cost(), max(self.bundle.manifest.widths), _prior)
+
+    @property
+    def widest_verify(self) -> int:
+        """Most tokens one verify step takes."""
+        graphs = self.target.role.graphs
+        return max(self.target.role.chunk if graph.width is None else graph.width for graph in graphs)
+
+    def _step_cost(self, width: int) -> float:
+        """Time of a step over one of width 1; static graphs are padded to the next width there is."""
+        widths = [graph.width for graph in self.target.role.graphs if graph.width is not None and graph.width >= width]
+        return self.device.cost(min(widths, default=width))
+
+    def _draft_cost(self) -> float:
+        if self._draft is None:
+            return 0.0
+        return _stored_bytes(self._draft.role) / _stored_bytes(self.target.role)
+
+    def acquire(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise SpecedgeError("engine: busy with another request; finish or close its stream, or load a second engine")
+
+    def release(self) -> None:
+        self._busy.release()
+
+
+class _Request:
+    """One request: checked when made, run by iterating `tokens`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        sampling: Sampling,
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+        gamma: int | None,
+        speculate: bool,
+    ) -> None:
+        if max_new_tokens is not None and max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens: {max_new_tokens}, expected 0 or more")
+        self._engine, self._sampling = engine, sampling
+        self._prompt = engine.encode(prompt)
+        room = engine.context - len(self._prompt)
+        self._limit = room if max_new_tokens is None else min(room, max_new_tokens)
+        self._control = engine.new_control(gamma, speculate)
+        if stop and engine.tokenizer is None:
+            raise UsageError("stop: stop strings need a tokenizer, which the bundle lacks")
+        self._stream = TextStream(engine.tokenizer, [stop] if isinstance(stop, str) else stop) if engine.tokenizer else None
+        self.stats = Stats(prompt_tokens=len(self._prompt))
+        self.finish_reason: FinishReason = "length"
+
+    @property
+    def text(self) -> str:
+        return self._stream.text if self._stream else ""
+
+    def tokens(self) -> Iterator[Token]:
+        self._engine.acquire()
+        try:
+            for index, round_ in enumerate(self._rounds()):
+                ids = self._cut(round_.tokens)
+                self.stats.add(round_, len(ids))
+                yield from (Token(token, text, index) for token, text in ids)
+                if self.finish_reason == "stop":
+                    return
+        finally:
+            self._engine.release()
+
+    def _rounds(self) -> Iterator[Round]:
+        engine, sampling, manifest = self._engine, self._sampling, self._engine.bundle.manifest
+        drafter = engine.new_drafter(sampling)
+        if sampling.greedy:
+            rule = accept.greedy(manifest.allowed_ids)
+        else:
+            rule = accept.token(sampling, manifest.allowed_ids)
+        start = time.perf_counter()
+        prefill(engine.target, drafter, self._prompt)
+        self.stats.prefill_seconds = time.perf_counter() - start
+        return decode(engine.target, drafter, self._control, rule, self._prompt, self._limit, manifest.eos_ids)
+
+    def _cut(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
+        """(id, released text) of a burst, up to the token that ends the request."""
+        kept: list[tuple[int, str]] = []
+        for token in tokens:
+            text = self._stream.push(token) if self._stream else ""
+            kept.append((token, text))
+            ended = token in self._engine.bundle.manifest.eos_ids
+            if ended or (self._stream is not None and self._stream.stopped):
+                self.finish_reason = "stop"
+                break
+        if self._stream and (self.finish_reason == "stop" or self.stats.tokens + len(kept) == self._limit):
+            token, text = kept[-1]
+            kept[-1] = (token, text + self._stream.finish())
+        return kept
+
+
+def load(
+    path: str | Path,
+    device: str | None = None,
+    draft_device: str | None = None,
+    drafter: str | None = None,
+    threads: int | None = None,
+) -> Engine:
+    """Open a bundle on a device (default: the one it was made for).
+
+    Raises:
+        SpecedgeError: The bundle is damaged, or the device cannot run it.
+    """
+    bundle = open_bundle(path)
+    row = get_device(device or bundle.manifest.device)
+    draft_row = get_device(draft_device) if draft_device else row
+    return Engine(bundle, row, draft_row, drafter, threads)
+
+
+def _stored_bytes(role: Role) -> int:
+    return sum(extent.bytes for weight in role.weights for extent in weight.parts.values())
+
+
+def _prior(evidence: int) -> float:
+    """Acceptance expected before anything was seen: a long match of the text says more than a short one."""
+    return 0.5 if evidence == 0 else min(0.3 + 0.1 * evidence, 0.8)

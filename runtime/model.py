@@ -1,0 +1,182 @@
+"""One role of a bundle, ready to step: token ids in, logits out, the graph's form hidden."""
+
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+import numpy.typing as npt
+
+from specedge.bundle import Bundle, Role
+from specedge.devices.device import Device
+from specedge.errors import SpecedgeError
+from specedge.runtime.cache import KVCache
+from specedge.runtime.session import Binding, Session
+from specedge.runtime.tree import TokenTree
+
+Array = npt.NDArray[np.generic]
+Logits = npt.NDArray[np.float32]
+
+
+class Model:
+    """The opened graphs of one role; any number of sequences share them."""
+
+    def __init__(self, bundle: Bundle, role_name: str, device: Device, threads: int | None = None) -> None:
+        self.role = bundle.role(role_name)
+        if self.role.form != device.form:
+            raise SpecedgeError(
+                f"device {device.name!r}: runs the {device.form} form, {bundle.path} holds {role_name} in the "
+                f"{self.role.form} form; convert with --device {device.name}"
+            )
+        self.sessions = {
+            graph.width: Session(bundle.file(graph.file), graph, device, threads) for graph in self.role.graphs
+        }
+        self.tables = rope_tables(self.role)
+
+    def sequence(self) -> "Sequence":
+        """A fresh, empty sequence with buffers of its own."""
+        return _InPlaceSequence(self) if self.role.form == "in-place" else _DeltaSequence(self)
+
+
+class Sequence:
+    """The cache of one text, and steps that extend it. Logits are views, valid until the next step."""
+
+    def __init__(self, model: Model) -> None:
+        self.role = model.role
+        self._cos, self._sin = model.tables
+        self._cache = KVCache(self.role.kv, self.role.context)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self._cache.length
+
+    def truncate(self, length: int) -> None:
+        self._cache.truncate(length)
+
+    def prefill(self, ids: Tokens[int]) -> Logits | None:
+        """Feed and commit all of `ids` in chunks; the logits row [V] of the last one, None for no ids."""
+        row = None
+        for start in range(0, len(ids), self.role.chunk):
+            chunk = ids[start : start + self.role.chunk]
+            row = self.step(chunk)[-1]
+            self.commit(range(len(chunk)))
+        return row
+
+    def step(self, ids: Tokens[int], tree: TokenTree | None = None) -> Logits:
+        """Logits [len(ids), V] after each of `ids`, nothing committed: a chain, or a root with its `tree`."""
+        rows = len(ids)
+        if rows == 0 or self.length + rows > self.role.context:
+            raise ValueError(f"a step of {rows} tokens after {self.length} does not fit a context of {self.role.context}")
+        if tree is None or tree.is_chain:
+            depths, visible = np.arange(rows), np.tri(rows, dtype=bool)
+        else:
+            depths, visible = np.asarray(tree.depths), tree.visible
+        return self._run(np.asarray(ids, np.int32), self.length + depths, visible)
+
+    def commit(self, rows: Tokens[int]) -> None:
+        """Keep these rows of the last step, in order, as the next columns of the text."""
+        raise NotImplementedError
+
+    def _run(self, ids: npt.NDArray[np.int32], positions: Array, visible: npt.NDArray[np.bool_]) -> Logits:
+        raise NotImplementedError
+
+
+class _InPlaceSequence(Sequence):
+    """One session of symbolic width that writes its columns into the cache itself."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._binding = model.sessions[None].bind()
+        role, dtype = self.role, self.role.kv.dtype
+        for name, buffer in self._cache.buffers():
+            self._binding.input(f"past_{name}", buffer)
+            self._binding.output(f"present_{name}", buffer)
+        self._widest = max(role.chunk, 1)
+        half = self._cos.shape[1]
+        self._ids = np.zeros(self._widest, np.int32)
+        self._rope = np.zeros((2, self._widest * half), dtype)
+        self._bias = np.zeros(self._widest * role.context, dtype)
+        self._logits = np.zeros(self._widest * role.vocab_size, dtype)
+        self._lengths = np.zeros((2, 1), np.int32)
+        self._binding.input("seqlens_k", self._lengths[0])
+        self._binding.input("total_sequence_length", self._lengths[1])
+
+    def _run(self, ids: npt.NDArray[np.int32], positions: Array, visible: npt.NDArray[np.bool_]) -> Logits:
+        rows, total = len(ids), self.length + len(ids)
+        if rows > self._widest:
+            raise ValueError(f"a step of {rows} tokens is wider than the chunk of {self._widest}")
+        half, vocab = self._cos.shape[1], self.role.vocab_size
+        self._ids[:rows] = ids
+        cos, sin = (flat[: rows * half].reshape(1, 1, rows, half) for flat in self._rope)
+        cos[0, 0], sin[0, 0] = self._cos[positions], self._sin[positions]
+        bias = self._bias[: rows * total].reshape(1, 1, rows, total)
+        bias[..., : self.length] = 0
+        bias[..., self.length :] = np.where(visible, 0, self.role.mask_value)
+        self._lengths[:] = [[total - 1], [total]]
+        logits = self._logits[: rows * vocab].reshape(1, rows, vocab)
+        for name, array in (("rope_cos", cos), ("rope_sin", sin), ("attention_bias", bias)):
+            self._binding.input(name, array)
+        self._binding.input("input_ids", self._ids[:rows].reshape(1, rows))
+        self._binding.output("logits", logits)
+        self._binding.run()
+        return logits[0].astype(np.float32, copy=False)
+
+    def commit(self, rows: Tokens[int]) -> None:
+        self._cache.keep(rows)
+
+
+class _Step:
+    """Buffers and binding of one static width."""
+
+    def __init__(self, width: int, binding: Binding, role: Role, cache: KVCache, half: int) -> None:
+        dtype, slots = role.kv.dtype, role.context + width
+        self.binding = binding
+        self.ids = np.zeros((1, width), np.int32)
+        self.cos, self.sin = np.zeros((2, 1, 1, width, half), dtype)
+        self.bias = np.zeros((1, 1, width, slots), dtype)
+        self.logits = np.zeros((1, width, role.vocab_size), dtype)
+        self.columns: dict[str, Array] = {}
+        for name, buffer in cache.buffers():
+            self.columns[name] = np.zeros((1, role.kv.heads, width, role.kv.head_dim), dtype)
+            binding.input(f"past_{name}", buffer)
+            binding.output(f"new_{name}", self.columns[name])
+        inputs = {"input_ids": self.ids, "rope_cos": self.cos, "rope_sin": self.sin, "attention_bias": self.bias}
+        for name, array in inputs.items():
+            binding.input(name, array)
+        binding.output("logits", self.logits)
+
+
+class _DeltaSequence(Sequence):
+    """One session per static width; a step runs in the smallest that fits, padded, and commit copies what was accepted."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        half = self._cos.shape[1]
+        widths = sorted(width for width in model.sessions if width is not None)
+        self._steps = {width: _Step(width, model.sessions[width].bind(), self.role, self._cache, half) for width in widths}
+        self._last = self._steps[widths[0]]
+
+    def _run(self, ids: npt.NDArray[np.int32], positions: Array, visible: npt.NDArray[np.bool_]) -> Logits:
+        rows, context = len(ids), self.role.context
+        width = next((width for width in self._steps if width >= rows), None)
+        if width is None:
+            raise SpecedgeError(f"a step of {rows} tokens: the bundle has widths {list(self._steps)}; export --gamma {rows - 1}")
+        step = self._last = self._steps[width]
+        step.ids[0], step.ids[0, :rows] = 0, ids
+        step.cos[0, 0, :rows], step.sin[0, 0, :rows] = self._cos[positions], self._sin[positions]
+        step.bias[...] = self.role.mask_value
+        step.bias[0, 0, :, context:][np.diag_indices(width)] = 0  # padding rows see themselves: no empty softmax
+        step.bias[0, 0, :rows, : self.length] = 0
+        step.bias[0, 0, :rows, context : context + rows][visible] = 0
+        step.binding.run()
+        return step.logits[0, :rows].astype(np.float32, copy=False)
+
+    def commit(self, rows: Tokens[int]) -> None:
+        self._cache.append(self._last.columns, rows)
+
+
+def rope_tables(role: Role) -> tuple[Array, Array]:
+    """cos and sin [C, D / 2] of every position, computed in float32 as transformers does."""
+    positions = np.arange(role.context, dtype=np.float32)[:, None]
+    angles = positions * np.asarray(role.rope.inv_freq, np.float32)
+    scaling = np.float32(role.rope.scaling)
+    return (np.cos(angles) * scaling).astype(role.kv.dtype), (np.sin(angles) * scaling).astype(role.kv.dtype)

@@ -1,0 +1,77 @@
+"""A step graph opened on a Device: the only importer of onnxruntime."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from specedge.bundle import Graph, TensorSpec
+from specedge.devices.device import Device
+from specedge.errors import SpecedgeError
+
+Array = npt.NDArray[np.generic]
+
+
+class Session:
+    """One graph, checked against what the manifest says of it."""
+
+    def __init__(self, path: Path, graph: Graph, device: Device, threads: int | None = None) -> None:
+        if device.provider not in ort.get_available_providers():
+            here = ", ".join(ort.get_available_providers())
+            raise SpecedgeError(f"device {device.name!r}: needs {device.provider}, onnxruntime here has {here}")
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.enable_mem_pattern = device.static  # a plan made for one width is useless for the next
+        if threads:
+            options.intra_op_num_threads = threads
+        try:
+            self._session = ort.InferenceSession(str(path), options, providers=[device.provider])
+        except Exception as error:  # onnxruntime raises its own unrelated exception types
+            raise SpecedgeError(f"{path}: onnxruntime cannot open it ({_first_line(error)}); convert again") from error
+        if self._session.get_providers()[0] != device.provider:
+            raise SpecedgeError(f"device {device.name!r}: onnxruntime fell back to {self._session.get_providers()}")
+        for kind, found, expected in (
+            ("input", self._session.get_inputs(), graph.inputs),
+            ("output", self._session.get_outputs(), graph.outputs),
+        ):
+            _check(path, kind, {node.name: tuple(node.shape) for node in found}, expected)
+
+    def bind(self) -> "Binding":
+        """Fresh bindings of this graph's inputs and outputs."""
+        return Binding(self._session)
+
+
+class Binding:
+    """Inputs and outputs tied to the caller's arrays: a run reads and writes them where they lie."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self._io = session.io_binding()
+        self._arrays: dict[str, Array] = {}  # the binding holds addresses, so someone must hold the arrays
+
+    def input(self, name: str, array: Array) -> None:
+        self._io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, self._address(name, array))
+
+    def output(self, name: str, array: Array) -> None:
+        self._io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, self._address(name, array))
+
+    def run(self) -> None:
+        self._session.run_with_iobinding(self._io)
+
+    def _address(self, name: str, array: Array) -> int:
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name}: only a contiguous array can be bound, found strides {array.strides}")
+        self._arrays[name] = array
+        return array.ctypes.data
+
+
+def _check(path: Path, kind: str, found: dict[str, tuple[int | str, ...]], expected: tuple[TensorSpec, ...]) -> None:
+    for spec in expected:
+        if found.get(spec.name) != spec.shape:
+            shape = found.get(spec.name, "nothing")
+            raise SpecedgeError(f"{path}: {kind} {spec.name}: manifest says {spec.shape}, graph has {shape}; convert again")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300]

@@ -1,0 +1,135 @@
+"""Text at the edges: tokenizer, chat template, and text that grows token by token."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+
+from specedge.bundle import Bundle
+from specedge.errors import SpecedgeError
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class Tokenizer:
+    """The bundle's tokenizer.json and chat template."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(bundle.file("tokenizer.json")))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template = _read(bundle, "chat_template.jinja")
+        config = json.loads(_read(bundle, "tokenizer_config.json") or "{}")
+        self._special = {key: _token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The chat template over `messages`, ready for the answer; sandboxed, as templates come with models."""
+        if self._template is None:
+            raise SpecedgeError("chat messages: the bundle has no chat template; pass text or token ids")
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            return environment.from_string(self._template).render(
+                messages=list(messages), add_generation_prompt=True, **self._special
+            )
+        except jinja2.TemplateError as error:
+            raise SpecedgeError(f"chat_template.jinja: {error}") from None
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation; the template writes its own special tokens, so none are added."""
+        return self.encode(self.render(messages), add_special_tokens=False)
+
+
+class TextStream:
+    """Text of a growing id list: only characters that can no longer change, nothing of a stop string's possible beginning.
+
+    A byte-level token may end inside a character: its text is held back until the character is whole or shown to be
+    broken. `push` returns the new text; `stopped` turns true at the token whose text completes a stop string, and the text
+    ends right before it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
+        self._ids: list[int] = []
+        self._read = self._prefix = 0  # ids[prefix:read] is context: a token's text may depend on the one before
+        self._text = ""
+        self._sent = 0
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text it releases."""
+        self._ids.append(token)
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        after = self._tokenizer.decode(self._ids[self._prefix :])
+        if after.endswith("\ufffd") and len(self._ids) - self._read < _LONGEST_CHARACTER:
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return self._release(after[len(before) :], final=False)
+
+    def finish(self) -> str:
+        """The text still held back, at the end of the request."""
+        if self.stopped:
+            return ""
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        rest = self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]
+        self._read = self._prefix = len(self._ids)
+        return self._release(rest, final=True)
+
+    def _release(self, new: str, final: bool) -> str:
+        self._text += new
+        found = [index for index in (self._text.find(stop, self._sent) for stop in self._stop) if index >= 0]
+        if found:
+            self.stopped = True
+            self._text = self._text[: min(found)]
+        end = len(self._text) if final or found else len(self._text) - self._possible_stop()
+        released = self._text[self._sent : end]
+        self._sent = max(end, self._sent)
+        return released
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        for size in range(min(longest, len(self._text) - self._sent), 0, -1):
+            if any(stop.startswith(self._text[-size:]) for stop in self._stop):
+                return size
+        return 0
+
+
+_LONGEST_CHARACTER = 4  # bytes of a UTF-8 character: more tokens than that will not mend a broken one
+
+
+def _read(bundle: Bundle, name: str) -> str | None:
+    if name not in bundle.manifest.files:
+        return None
+    return bundle.file(name).read_text(encoding="utf-8")
+
+
+def _token_text(value: Any) -> str:
+    """tokenizer_config.json writes a special token as text or as a record with its text."""
+    return str(value["content"]) if isinstance(value, dict) else str(value or "")
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,107 @@
+"""Drafted tokens under a root, and what a drafter proposes for a round."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = -1
+
+
+class Rows(Protocol):
+    """Rows [V] by number: an array [rows, V], a list of arrays, or something that makes a row when it is asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int, /) -> NDArray[np.floating]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """Drafted tokens, node 0, 1, ..., each with the node it follows; parent -1 is the root, which is not stored.
+
+    The verify step feeds the root in row 0 and node n in row n + 1. Parents come before their children, and siblings
+    differ in token.
+
+    Raises:
+        ValueError: The tree breaks one of these; the message names the node.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(
+                f"tree: expected a parent per token, found {len(self.tokens)} tokens and {len(self.parents)} parents"
+            )
+        seen: set[tuple[int, int]] = set()
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if not isinstance(token, int) or token < 0:
+                raise ValueError(f"tree: tokens[{node}]: expected an int >= 0, found {token!r}")
+            if not isinstance(parent, int) or not ROOT <= parent < node:
+                raise ValueError(f"tree: parents[{node}]: expected -1 (the root) or an earlier node, found {parent!r}")
+            if (parent, token) in seen:
+                raise ValueError(
+                    f"tree: tokens[{node}]: expected siblings to differ, found token {token} twice under node {parent}"
+                )
+            seen.add((parent, token))
+
+    @classmethod
+    def chain(cls, tokens: Iterable[int]) -> "TokenTree":
+        """Each token follows the one before; no tokens at all is a chain too."""
+        drafted = tuple(index(token) for token in tokens)
+        return cls(drafted, tuple(range(ROOT, len(drafted) - 1)))
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(ROOT, len(self.parents) - 1))
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """Nodes that follow `node` (-1: the root), in the order they were drafted."""
+        return tuple(child for child, parent in enumerate(self.parents) if parent == node)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The node after `node` that carries `token`."""
+        return next((child for child in self.children(node) if self.tokens[child] == token), None)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Distance from the root, per verify row (0 for the root itself): what a row's position adds to the root's."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        return tuple(depths)
+
+    @property
+    def visible(self) -> NDArray[np.bool_]:
+        """[nodes + 1, nodes + 1] over verify rows: a row sees the root, its ancestors and itself."""
+        visible = np.eye(len(self.parents) + 1, dtype=np.bool_)
+        for row, parent in enumerate(self.parents, start=1):
+            visible[row] |= visible[parent + 1]
+        return visible
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """What a drafter proposes for one round.
+
+    Row n of `q` [nodes, Vd] is the distribution that node n was drawn from, after every filter (further rows are not
+    read); None if nothing was drawn at random, a point mass. `evidence` is what the drafter knows about its chances,
+    e.g. how long a match was.
+    """
+
+    tree: TokenTree
+    q: Rows | None = None
+    evidence: int = 0
+
+    def __post_init__(self) -> None:
+        nodes = len(self.tree.tokens)
+        if self.q is not None and len(self.q) < nodes:
+            raise ValueError(f"proposal: expected a row of q per node, found {len(self.q)} rows for {nodes} nodes")
+
+    def first(self, count: int) -> "Proposal":
+        """The proposal with its first `count` nodes only, a tree themselves; q keeps its rows."""
+        return replace(self, tree=TokenTree(self.tree.tokens[:count], self.tree.parents[:count]))

@@ -1,0 +1,214 @@
+"""The bundle's manifest: typed records, their JSON form, and the checks made before anything is opened."""
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from specedge.errors import SpecedgeError
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One graph input or output; a symbolic dimension is a name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One step graph; `width` is None where the width is symbolic."""
+
+    file: str
+    width: int | None
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    ops: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where an array lies in the weight file."""
+
+    offset: int
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One checkpoint tensor as stored: `parts` is {"values"} or {"codes", "scales", "zero_points"}; shape is the checkpoint's."""
+
+    name: str
+    scheme: str
+    shape: tuple[int, ...]
+    parts: dict[str, Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions, made by the host: angle = position * inv_freq, cos and sin times `scaling`."""
+
+    inv_freq: tuple[float, ...]
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of each of the 2 x `layers` buffers: [1, heads, context, head_dim]; `head_dim` includes padding."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model of the bundle: its graphs and what the host must know to feed them."""
+
+    model_type: str
+    form: str
+    context: int
+    chunk: int
+    vocab_size: int
+    mask_value: float
+    rope: Rope
+    kv: KVLayout
+    weight_file: str
+    weights: tuple[Weight, ...]
+    graphs: tuple[Graph, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Size and SHA-256 of a file that convert wrote."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a role came from."""
+
+    name: str
+    license: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole contract of a bundle. `allowed_ids` is the number of ids the tokenizer knows; rows beyond are masked."""
+
+    schema: int
+    tools: dict[str, str]
+    sources: dict[str, Source]
+    device: str
+    widths: tuple[int, ...]
+    context: int
+    allowed_ids: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    drafters: tuple[str, ...]
+    roles: dict[str, Role]
+    files: dict[str, File]
+
+    def to_json(self) -> str:
+        """Deterministic text: same records, same bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A folder and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path:
+        """The path of one of the bundle's files; names and links that lead outside are refused."""
+        return _resolve(self.path, name)
+
+    def role(self, name: str) -> Role:
+        if name not in self.manifest.roles:
+            raise SpecedgeError(f"{self.path}: has no {name!r}; it holds {', '.join(self.manifest.roles)}")
+        return self.manifest.roles[name]
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """Read a manifest and check schema version, presence and size of every file; hashes are `check_hashes`' work."""
+    folder = Path(path)
+    manifest_path = folder / MANIFEST
+    try:
+        data = json.loads(manifest_path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecedgeError(f"{manifest_path}: not found; expected a bundle made by spec-export convert") from None
+    except (OSError, ValueError) as error:
+        raise SpecedgeError(f"{manifest_path}: cannot be read ({error}); convert the model again") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise SpecedgeError(f"{manifest_path}: schema {schema!r}, expected {SCHEMA}; convert the model with this version")
+    bundle = Bundle(folder, _build(Manifest, data, str(manifest_path)))
+    for name, record in bundle.manifest.files.items():
+        file = bundle.file(name)
+        if not file.is_file():
+            raise SpecedgeError(f"{file}: missing, though the manifest lists it; copy the bundle whole or convert again")
+        if file.stat().st_size != record.bytes:
+            raise SpecedgeError(f"{file}: {file.stat().st_size} bytes, expected {record.bytes}; copy the bundle again")
+    return bundle
+
+
+def changed_files(bundle: Bundle) -> list[str]:
+    """Names of the files whose SHA-256 is not the manifest's."""
+    return [name for name, record in bundle.manifest.files.items() if sha256(bundle.file(name)) != record.sha256]
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _resolve(folder: Path, name: str) -> Path:
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
+        raise SpecedgeError(f"{folder / MANIFEST}: file name {name!r} leads outside the bundle; expected a relative name")
+    root = folder.resolve()
+    target = (root / pure).resolve()
+    inside = [root]
+    if root.parent.name == "snapshots":  # a hub cache keeps files as links into the repository's blobs/
+        inside.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in inside):
+        raise SpecedgeError(f"{folder / name}: is a link to {target}, outside the bundle; expected a file of the bundle")
+    return folder / pure
+
+
+def _build(kind: Any, data: Any, where: str) -> Any:
+    """JSON value -> the annotated type, or an error naming the key; unknown keys are ignored."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        hints = typing.get_type_hints(kind)
+        missing = [key for key in hints if key not in data]
+        if missing:
+            raise SpecedgeError(f"{where}: key {missing[0]!r} is missing; convert the model again")
+        return kind(**{key: _build(hint, data[key], f"{where}: {key}") for key, hint in hints.items()})  # type: ignore[operator]
+    if origin is tuple and isinstance(data, list):
+        return tuple(_build(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
+    if origin is dict and isinstance(data, dict):
+        return {key: _build(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+    if origin is types.UnionType and type(data) in arguments:
+        return data
+    if kind is float and type(data) in (int, float):
+        return float(data)
+    if type(data) is kind:
+        return data
+    raise SpecedgeError(f"{where}: found {data!r:.60}, expected {getattr(kind, '__name__', kind)}; convert the model again")
