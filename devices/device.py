@@ -1,6 +1,7 @@
 """What a device is to this project: one frozen row of facts, each checked."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 Form = Literal["in-place", "delta"]
@@ -33,7 +34,7 @@ class Device:
     def cost(self, width: int) -> float:
         """Time of a step of `width` tokens over one of width 1, read off the row: linear between its points and beyond."""
         points = self.verify_cost
-        for (low, low_cost), (high, high_cost) in zip(points, points[1:], strict=False):
+        for (low, low_cost), (high, high_cost) in pairwise(points):
             if width <= high or (high, high_cost) == points[-1]:
                 return low_cost + (high_cost - low_cost) * (width - low) / (high - low)
         return 1.0

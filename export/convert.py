@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from specedge import bundle as bundles
 from specedge.bundle import Bundle, File, Graph, KVLayout, Manifest, Role, Rope, Source, Weight
@@ -18,7 +19,7 @@ from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
-from specedge.export.decoder import padded_head_dim
+from specedge.export.decoder import IN_PLACE_SPARE, padded_head_dim
 from specedge.export.families import tensor_names
 from specedge.export.lower import attach_weights
 from specedge.export.vocabulary import compare_vocabularies, token_count
@@ -28,6 +29,9 @@ from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme
 
 WEIGHT_FILE = "weights.bin"
+_CONTEXT = 1024
+INT4 = Scheme(4, 32, symmetric=True)
+INT8 = Scheme(8, 32, symmetric=True)
 _TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 
 
@@ -40,19 +44,17 @@ class Request:
     draft: str | None = None
     device: str = "cpu"
     widths: tuple[int, ...] = (1, 5, 9)
-    context: int = 1024
+    context: int | None = None  # 1024, or fewer where a model was made for fewer
     chunk: int = 64
-    body: Scheme | str = Scheme(4, 32, symmetric=True)
-    head: Scheme | str = Scheme(8, 32, symmetric=True)
+    body: Scheme | str = INT4
+    head: Scheme | str = INT8
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.context < 2:
+        if self.context is not None and self.context < 2:
             raise UsageError(f"context {self.context}: expected at least 2, a prompt token and an emitted one")
         if self.chunk < 1 or not self.widths or min(self.widths) < 1:
             raise UsageError(f"chunk {self.chunk}, widths {self.widths}: expected positive numbers")
-        if max(self.widths) > self.context:
-            raise UsageError(f"widths {self.widths}: wider than the context of {self.context}")
         if "float16" in (self.body, self.head) and self.body != self.head:
             raise UsageError(
                 f"weights {self.body} with head weights {self.head}: fp16 is a whole graph's type; use it for both"
@@ -73,8 +75,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     device = get_device(request.device)
     target = open_checkpoint(request.model)
     draft = open_checkpoint(request.draft) if request.draft else None
-    for checkpoint in filter(None, (target, draft)):
-        _check_context(checkpoint, request.context)
+    context = _context(request, [checkpoint for checkpoint in (target, draft) if checkpoint])
     verify = sorted({1, *request.widths})
     with _new_folder(request.output, request.force) as folder:
         has_tokenizer = target.save_tokenizer(folder)
@@ -82,8 +83,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         if draft:
             _check_vocabulary(folder, has_tokenizer, target, draft)
             # catch-up after a full acceptance feeds two tokens
-            roles["draft"] = _write_role("draft", draft, folder, device, [1, 2], request, progress)
-        roles["target"] = _write_role("target", target, folder, device, verify, request, progress)
+            roles["draft"] = _write_role("draft", draft, folder, device, [1, 2], context, request, progress)
+        roles["target"] = _write_role("target", target, folder, device, verify, context, request, progress)
         vocab = target.config.vocab_size
         manifest = Manifest(
             schema=bundles.SCHEMA,
@@ -91,7 +92,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             sources={role: Source(c.name, c.license) for role, c in (("target", target), ("draft", draft)) if c},
             device=device.name,
             widths=tuple(verify),
-            context=request.context,
+            context=context,
             allowed_ids=min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab,
             eos_ids=target.eos_ids,
             bos_id=target.bos_id,
@@ -109,6 +110,7 @@ def _write_role(
     folder: Path,
     device: Device,
     widths: list[int],
+    context: int,
     request: Request,
     progress: Progress,
 ) -> Role:
@@ -116,27 +118,28 @@ def _write_role(
     config, place = checkpoint.config, folder / role
     place.mkdir()
     weights = _write_weights(role, checkpoint, place / WEIGHT_FILE, request, progress)
-    chunk = max(min(request.chunk, request.context), *widths)
+    chunk = max(min(request.chunk, context), *widths)
     graphs: list[Graph] = []
     steps = sorted({*widths, chunk}) if device.static else [None]
     progress(f"{role}: graphs", 0, len(steps))
     for done, width in enumerate(steps, 1):
-        model = to_onnx.trace(config, device.form, width, request.context, request.dtype)
+        model = to_onnx.trace(config, device.form, width, context, request.dtype)
         attach_weights(model, {weight.name: weight for weight in weights}, WEIGHT_FILE)
         file = "step.onnx" if width is None else f"step_{width}.onnx"
         to_onnx.write(model, place / file)
         graphs.append(to_onnx.describe(model, f"{role}/{file}", width))
         progress(f"{role}: graphs", done, len(steps))
+    slots = context + (IN_PLACE_SPARE if device.form == "in-place" else 0)
     head_dim = padded_head_dim(config, device.form)
     return Role(
         model_type=config.model_type,
         form=device.form,
-        context=request.context,
+        context=context,
         chunk=chunk,
         vocab_size=config.vocab_size,
         mask_value=device.mask_value,
         rope=Rope(config.inv_freq, config.rope_scaling),
-        kv=KVLayout(config.layers, config.kv_heads, head_dim, request.dtype),
+        kv=KVLayout(config.layers, config.kv_heads, slots, head_dim, request.dtype),
         weight_file=f"{role}/{WEIGHT_FILE}",
         weights=tuple(weights),
         graphs=tuple(graphs),
@@ -166,19 +169,23 @@ def _form(name: str, shape: tuple[int, ...], request: Request) -> Scheme | str:
     return request.head if name in ("embed_tokens.weight", "lm_head.weight") else request.body
 
 
-def _as_float(name: str, values: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", dtype: str) -> "np.ndarray":
+def _as_float(name: str, values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.generic]:
     largest = float(np.abs(values).max())
     if largest > float(np.finfo(dtype).max):
         raise SpecedgeError(f"{name}: holds {largest:g}, more than {dtype} can; use --weights fp32 or int8")
     return values.astype(dtype)
 
 
-def _check_context(checkpoint: Checkpoint, context: int) -> None:
-    most = checkpoint.config.max_positions
+def _context(request: Request, checkpoints: list[Checkpoint]) -> int:
+    """The context asked for, which every model must have been made for; by default the most that all can, up to 1024."""
+    least = min(checkpoints, key=lambda checkpoint: checkpoint.config.max_positions)
+    most = least.config.max_positions
+    context = min(_CONTEXT, most) if request.context is None else request.context
     if context > most:
-        raise UsageError(
-            f"context {context}: {checkpoint.name} was made for at most {most} positions; use --context {most}"
-        )
+        raise UsageError(f"context {context}: {least.name} was made for at most {most} positions; use --context {most}")
+    if max(request.widths) > context:
+        raise UsageError(f"widths {request.widths}: wider than the context of {context}")
+    return context
 
 
 def _check_vocabulary(folder: Path, has_tokenizer: bool, target: Checkpoint, draft: Checkpoint) -> None:
@@ -221,10 +228,14 @@ def _new_folder(output: Path, force: bool) -> Iterator[Path]:
 
 
 def _sweep(output: Path) -> None:
-    """Remove what a killed conversion to the same place left."""
+    """Remove what a killed conversion to the same place left, and put back the bundle it was about to replace."""
     for leftover in output.parent.iterdir():
         name, _, owner = leftover.name.rpartition("-")
-        if name == f".{output.name}.partial" and owner.isdigit() and not _alive(int(owner)):
+        if not owner.isdigit() or _alive(int(owner)):
+            continue
+        if name == f".{output.name}.replaced" and not output.exists():  # killed between two renames
+            leftover.rename(output)
+        elif name in (f".{output.name}.partial", f".{output.name}.replaced"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -50,7 +50,6 @@ _MODULES = {
     "embed_tokens": "token_embd",
     "norm": "output_norm",
     "lm_head": "output",
-    "layers": "blk",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -81,7 +80,7 @@ class GgufCheckpoint:
 
     def tensor(self, name: str) -> Float32:
         stored = self.stored[name]
-        values = np.array(gguf.dequantize(stored.data, stored.tensor_type), dtype=np.float32)
+        values = _dequantize(stored)
         check_finite(str(self.path), stored.name, values)
         if ".q_proj." in name:
             return _split_halves(values, self.config.heads)
@@ -106,10 +105,10 @@ class GgufCheckpoint:
             local_files_only=True,
         )
         if self.rope_factors is not None:  # which transformers leaves out as well
-            rotary = model.get_submodule("model.rotary_emb")
-            factors = torch.from_numpy(self.rope_factors)
-            rotary.inv_freq, rotary.original_inv_freq = rotary.inv_freq / factors, rotary.original_inv_freq / factors
-        return model.eval()
+            for buffer in ("inv_freq", "original_inv_freq"):
+                model.get_buffer(f"model.rotary_emb.{buffer}").div_(torch.from_numpy(self.rope_factors))
+        model.eval()
+        return model
 
 
 def open_gguf(path: Path, name: str) -> GgufCheckpoint:
@@ -121,7 +120,7 @@ def open_gguf(path: Path, name: str) -> GgufCheckpoint:
     settings = _read_settings(path, metadata, tensors)
     try:
         reference_config = LlamaConfig(**settings)
-    except (StrictDataclassError, ValueError, TypeError) as error:
+    except (StrictDataclassError, ValueError, TypeError, ArithmeticError) as error:
         raise SpecedgeError(f"{path}: {' '.join(str(error).split())}") from error
     stored_factors = tensors.pop(_ROPE_FACTORS, None)
     factors = None if stored_factors is None else _dequantize(stored_factors)
@@ -142,3 +141,107 @@ def open_gguf(path: Path, name: str) -> GgufCheckpoint:
         tokenizer=tokenizer_files.read_gguf(path, metadata),
         reference_config=reference_config,
     )
+
+
+def gguf_name(name: str) -> str:
+    """The name llama.cpp gives a canonical tensor."""
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("layers."):
+        return f"{_MODULES[module]}.{kind}"
+    _, layer, module = module.split(".", 2)
+    return f"blk.{layer}.{_MODULES[module]}.{kind}"
+
+
+def _open(path: Path) -> gguf.GGUFReader:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start.startswith(LFS_POINTER):
+        raise SpecedgeError(f"{path}: {size} bytes: a Git LFS pointer, not weights; run `git lfs pull`")
+    if not start.startswith(b"GGUF"):
+        raise SpecedgeError(
+            f"{path}: {size} bytes: starts with {start[:4]!r}, expected b'GGUF'; give a GGUF file or a Hugging Face folder"
+        )
+    try:
+        return gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, ArithmeticError) as error:
+        raise SpecedgeError(
+            f"{path}: {size} bytes: its header or tensors do not fit the file ({error}); likely an interrupted "
+            "download: download it again"
+        ) from error
+
+
+def _check_types(path: Path, tensors: Mapping[str, gguf.ReaderTensor]) -> None:
+    for kind, name in {tensor.tensor_type: tensor.name for tensor in tensors.values()}.items():
+        _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        try:
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+        except NotImplementedError as error:
+            raise SpecedgeError(f"{path}: {name}: type {kind.name} cannot be dequantised; use another quantisation") from error
+
+
+def _read_settings(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Any]:
+    """The arguments of a `LlamaConfig`; llama.cpp's defaults where the file may leave a key out."""
+    architecture = metadata.get("general.architecture")
+    if architecture not in MODEL_TYPES:
+        raise SpecedgeError(
+            f"{path}: general.architecture {architecture!r} is not supported; supported: {', '.join(MODEL_TYPES)}"
+        )
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise SpecedgeError(f"{path}: split.count {parts}: one part of several; merge them with llama-gguf-split --merge")
+    own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items() if key.startswith(f"{architecture}.")}
+    _check_keys(path, architecture, own)
+    heads = own["attention.head_count"]
+    return {setting: own[key] for key, setting in _SETTINGS.items()} | {
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": own.get("attention.key_length", own["embedding_length"] // heads),
+        "vocab_size": own.get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
+        "rope_parameters": _rope_parameters(own),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+    }
+
+
+def _check_keys(path: Path, architecture: str, own: Mapping[str, Any]) -> None:
+    """Refuse settings that would be ignored: unknown keys, and known ones at values that are not supported."""
+    if missing := [key for key in _SETTINGS if not own.get(key)]:
+        raise SpecedgeError(f"{path}: {architecture}.{missing[0]}: missing or zero; download the file again")
+    for key, value in own.items():
+        if key not in (*_SETTINGS, *_OPTIONAL):
+            raise SpecedgeError(f"{path}: {architecture}.{key}={value!r}: a setting specedge does not know")
+        if isinstance(value, list):
+            raise SpecedgeError(f"{path}: {architecture}.{key}={value!r}: expected one value for all layers")
+    if own.get("expert_count", 0):
+        raise SpecedgeError(f"{path}: {architecture}.expert_count={own['expert_count']}: experts are not supported")
+    head_dim = own.get("attention.key_length", own["embedding_length"] // own["attention.head_count"])
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.get(key, head_dim) != head_dim:
+            raise SpecedgeError(f"{path}: {architecture}.{key}={own[key]}: expected the head dimension, {head_dim}")
+
+
+def _rope_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
+    factor = own.get("rope.scaling.factor", 0.0)
+    kind = own.get("rope.scaling.type", "linear")
+    base = {"rope_theta": own.get("rope.freq_base", 10000.0)}
+    if kind == "none" or (kind == "linear" and not factor):
+        return base | {"rope_type": "default"}
+    return base | {"rope_type": kind, "factor": factor}
+
+
+def _token_id(path: Path, metadata: Mapping[str, Any], key: str) -> int | None:
+    token = metadata.get(key)
+    if token is not None and (type(token) is not int or token < 0):
+        raise SpecedgeError(f"{path}: {key}: expected a token id, found {token!r}")
+    return token
+
+
+def _dequantize(stored: gguf.ReaderTensor) -> Float32:
+    values: Float32 = gguf.dequantize(stored.data, stored.tensor_type)
+    return np.array(values) if stored.tensor_type == gguf.GGMLQuantizationType.F32 else values  # F32 is the map itself
+
+
+def _split_halves(rows: Float32, heads: int) -> Float32:
+    """Undo llama.cpp's interleaving of q and k: a head's rows (2i, 2i + 1) become rows i and i + head_dim / 2."""
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -62,10 +62,8 @@ def _attach_quantized(graph: ir.Graph, value: ir.Value, weight: Weight, location
     for node in list(value.consumers()):
         if node.op_type == "Gather":
             data = initializer("codes", (rows, codes.shape[1] * codes.shape[2]), ".rows")
-            attributes = {"bits": scheme.bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
-            new = _replace(
-                graph, node, "GatherBlockQuantized", [data, node.inputs[1], scales, *zero_points], attributes
-            )
+            layout = {"bits": scheme.bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
+            new = _replace(graph, node, "GatherBlockQuantized", [data, node.inputs[1], scales, *zero_points], layout)
             _cut_columns(graph, new, columns, codes.shape[1] * block)
             continue
         assert node.op_type == "Transpose", f"{weight.name}: read by {node.op_type}"
@@ -88,9 +86,7 @@ def _cut_columns(graph: ir.Graph, node: ir.Node, columns: int, stored: int) -> N
         return
     output = node.outputs[0]
     bounds = [
-        graph.initializers.setdefault(
-            name, ir.Value(name=name, const_value=ir.tensor([number], ir.DataType.INT64, name=name))
-        )
+        graph.initializers.setdefault(name, ir.Value(name=name, const_value=ir.tensor([number], ir.DataType.INT64, name=name)))
         for name, number in (("cut_start", 0), ("cut_end", columns), ("cut_axis", -1))
     ]
     cut = ir.node("Slice", [output, *bounds])
@@ -103,9 +99,7 @@ def _cut_columns(graph: ir.Graph, node: ir.Node, columns: int, stored: int) -> N
             consumer.replace_input_with(index, cut.outputs[0])
 
 
-def _replace(
-    graph: ir.Graph, old: ir.Node, op_type: str, inputs: list[ir.Value | None], attributes: dict[str, int]
-) -> ir.Node:
+def _replace(graph: ir.Graph, old: ir.Node, op_type: str, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
     """Put a contrib node in the place of `old`, whose output keeps its name, type and readers."""
     new = ir.node(op_type, inputs, attributes, domain=_CONTRIB)
     before, after = old.outputs[0], new.outputs[0]

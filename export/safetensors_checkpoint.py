@@ -64,35 +64,27 @@ class SafetensorsCheckpoint:
             trust_remote_code=False,
             local_files_only=True,
         )
-        return model.eval()
+        model.eval()
+        return model
 
 
 def open_folder(folder: Path, name: str) -> SafetensorsCheckpoint:
     """Check a folder without reading its weights."""
-    settings = _read_json(folder / "config.json")
-    _check_settings(folder, settings)
+    _check_settings(folder)
     config = read_config(_load_config(folder), str(folder / "config.json"))
     weights, tensors = _read_tensors(folder)
     ignored = _ignored(folder, config, tensors)
     expected = tensor_names(config)
-    check_complete(
-        str(folder), config, expected, {key: tensor.shape for key, tensor in tensors.items() if key not in ignored}
-    )
+    shapes = {key: tensor.shape for key, tensor in tensors.items() if key not in ignored}
+    check_complete(str(folder), config, expected, shapes)
     tokenizer = tokenizer_files.read_folder(folder)
-    generation = _read_json(folder / "generation_config.json", missing_is_empty=True)
-    chosen = [(folder / "generation_config.json", generation), (folder / "config.json", settings)]
-    eos_ids = next(filter(None, (_ids(path, found, "eos_token_id") for path, found in chosen)), ())
-    if not eos_ids and tokenizer and (eos := tokenizer.special_id("eos_token")) is not None:
-        eos_ids = (eos,)
-    bos_id = tokenizer.special_id("bos_token") if tokenizer else None
-    if bos_id is None:
-        bos_id = next((ids[0] for path, found in chosen if (ids := _ids(path, found, "bos_token_id"))), None)
+    bos_ids = tokenizer.special_ids("bos_token") if tokenizer else ()
     return SafetensorsCheckpoint(
         name=name,
         license=_read_license(folder / "README.md"),
         config=config,
-        eos_ids=eos_ids,
-        bos_id=bos_id,
+        eos_ids=_chosen_ids(folder, "eos_token_id") or (tokenizer.special_ids("eos_token") if tokenizer else ()),
+        bos_id=next(iter(bos_ids or _chosen_ids(folder, "bos_token_id")), None),
         folder=folder,
         weights=weights,
         stored={canonical: tensors[key] for canonical, (key, _) in expected.items()},
@@ -100,9 +92,10 @@ def open_folder(folder: Path, name: str) -> SafetensorsCheckpoint:
     )
 
 
-def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
+def _check_settings(folder: Path) -> None:
     """Refuse what is no plain text-generating decoder of a supported type."""
     source = folder / "config.json"
+    settings = _read_json(source)
     require_supported(settings.get("model_type"), str(source), remote_code="auto_map" in settings)
     if (folder / "adapter_config.json").is_file():
         raise SpecedgeError(f"{folder}: adapter_config.json: a PEFT adapter; merge it into its base model first")
@@ -128,7 +121,7 @@ def _task_of(architecture: str) -> str | None:
 def _load_config(folder: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise SpecedgeError(f"{folder / 'config.json'}: {' '.join(str(error).split())}") from error
     return config
 
@@ -144,7 +137,7 @@ def _read_tensors(folder: Path) -> tuple[str, dict[str, StoredTensor]]:
             f"{folder}: {first_of(pickles)}: pickled weights can run code, so specedge never loads them; "
             "use the safetensors form of this model"
         )
-    raise SpecedgeError(f"{folder}: neither {_SINGLE} nor {_INDEX}: no weights; download the checkpoint again")
+    raise SpecedgeError(f"{folder}: neither {_SINGLE} nor {_INDEX}: no weights as safetensors; download them")
 
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
@@ -174,26 +167,27 @@ def _ignored(folder: Path, config: DecoderConfig, tensors: Mapping[str, StoredTe
     if config.tied and head and embedding:
         if not same_values(head, embedding):
             raise SpecedgeError(
-                f"{folder}: lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings=True says they "
-                "are one; set tie_word_embeddings to false in config.json, or remove lm_head.weight"
+                f"{folder}: lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings=True says "
+                "they are one; set tie_word_embeddings to false in config.json, or remove lm_head.weight"
             )
         ignored.add(head.name)
     return ignored
 
 
-def _ids(source: Path, settings: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Token ids under a key that may hold one, a list or nothing."""
-    value = settings.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise SpecedgeError(f"{source}: {key}: expected a token id or a list of them, found {value!r}")
-    return tuple(ids)
+def _chosen_ids(folder: Path, key: str) -> tuple[int, ...]:
+    """The token ids under a key that may hold one, a list or nothing; generation_config.json wins over config.json."""
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        value = _read_json(path).get(key) if path.is_file() else None
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise SpecedgeError(f"{path}: {key}: expected a token id or a list of them, found {value!r}")
+        if ids:
+            return tuple(ids)
+    return ()
 
 
-def _read_json(path: Path, *, missing_is_empty: bool = False) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        if missing_is_empty:
-            return {}
         raise SpecedgeError(f"{path}: missing, so {path.parent} is no Hugging Face checkpoint")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

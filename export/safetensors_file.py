@@ -13,7 +13,13 @@ from specedge.errors import SpecedgeError
 
 Float32 = npt.NDArray[np.float32]
 
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}  # numpy has no bfloat16
+LFS_POINTER = b"version https://git-lfs"
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}  # numpy has no bfloat16
 _LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 _LENGTH = 8  # bytes of the little-endian header length that starts the file
 _COMPARED = 1 << 24  # values compared at a time: tied matrices can be gigabytes
@@ -85,22 +91,18 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if name != "__metadata__"
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(
-            path, size, f"its header is not valid ({error})", "not a safetensors file, or damaged"
-        ) from error
+        raise _damaged(path, size, f"its header is not valid ({error})", "not a safetensors file, or damaged") from error
     _check_layout(path, size, _LENGTH + header_size, tensors)
     return {tensor.name: tensor for tensor in tensors}
 
 
 def _header_size(path: Path, size: int, start: bytes) -> int:
-    if size == 0:
-        raise _damaged(path, size, "the file is empty", "an interrupted download")
-    if start.startswith(b"version https://git-lfs"):
-        raise SpecedgeError(
-            f"{path}: {size} bytes: a Git LFS pointer, not weights; run `git lfs pull` or download it again"
-        )
+    if size <= _LENGTH:
+        raise _damaged(path, size, "too short for a safetensors header", "an interrupted download")
+    if start.startswith(LFS_POINTER):
+        raise SpecedgeError(f"{path}: {size} bytes: a Git LFS pointer, not weights; run `git lfs pull` or download it again")
     length = int.from_bytes(start[:_LENGTH], "little")
-    if length > _LONGEST_HEADER or start[_LENGTH : _LENGTH + 1] not in (b"{", b""):
+    if length > _LONGEST_HEADER or start[_LENGTH : _LENGTH + 1] != b"{":
         raise _damaged(path, size, f"no safetensors header (length {length})", "another kind of file under this name")
     if _LENGTH + length > size:
         raise _damaged(path, size, f"its header alone takes {length} bytes", "an interrupted download")

@@ -27,8 +27,8 @@ def check_complete(
     for canonical, (name, shape) in expected.items():
         if found[name] != shape:
             raise SpecedgeError(
-                f"{source}: {name}: expected shape {shape} from {shape_origin(config, canonical)}, found {found[name]}; "
-                "correct the config or download the checkpoint again"
+                f"{source}: {name}: expected shape {shape} from {shape_origin(config, canonical)}, "
+                f"found {found[name]}; correct the config or download the checkpoint again"
             )
     used = {name for name, _ in expected.values()}
     if unused := [name for name in found if name not in used]:
@@ -45,8 +45,8 @@ def check_finite(source: str, name: str, values: npt.NDArray[np.float32]) -> Non
         first = np.unravel_index(int(finite.argmin()), values.shape)
         index = ", ".join(str(int(position)) for position in first)
         raise SpecedgeError(
-            f"{source}: {name}[{index}] is {values[first]}, and {finite.size - int(finite.sum())} of {finite.size} values "
-            "are not finite; the checkpoint is damaged"
+            f"{source}: {name}[{index}]: expected finite numbers, found {values[first]} "
+            f"({finite.size - int(finite.sum())} such values); the checkpoint is damaged, download it again"
         )
 
 

@@ -6,7 +6,7 @@ import io
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specedge.bundle import Graph, TensorSpec
 from specedge.devices.device import Form
-from specedge.export.decoder import Decoder, padded_head_dim
+from specedge.export.decoder import IN_PLACE_SPARE, Decoder, padded_head_dim
 from specedge.export.families import DecoderConfig
 
 OPSET = 23  # the first with RMSNormalization
@@ -61,7 +61,8 @@ def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, d
     onnxscript.optimizer.optimize_ir(model_ir)
     model_ir.producer_name, model_ir.producer_version = "specedge", ""
     _strip(model_ir)
-    return ir.to_proto(model_ir).SerializeToString()
+    serialised: bytes = ir.to_proto(model_ir).SerializeToString()
+    return serialised
 
 
 def trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str) -> ir.Model:
@@ -80,7 +81,7 @@ def describe(model: ir.Model, file: str, width: int | None) -> Graph:
     return Graph(file, width, _specs(model.graph.inputs), _specs(model.graph.outputs), dict(sorted(ops.items())))
 
 
-def _specs(values: "ir.Sequence[ir.Value] | list[ir.Value]") -> tuple[TensorSpec, ...]:
+def _specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
     specs = []
     for value in values:
         assert value.shape is not None and value.dtype is not None and value.name is not None
@@ -96,7 +97,8 @@ def _example(
     rows = width or 5
     slots = rows + (context if form == "delta" else 3)
     half = config.head_dim // 2
-    kv_shape = (1, config.kv_heads, context, padded_head_dim(config, form))
+    slots_kept = context + (IN_PLACE_SPARE if form == "in-place" else 0)
+    kv_shape = (1, config.kv_heads, slots_kept, padded_head_dim(config, form))
     past = [(torch.empty(kv_shape, dtype=dtype), torch.empty(kv_shape, dtype=dtype)) for _ in range(config.layers)]
     lengths = (torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)) if form == "in-place" else ()
     inputs = (

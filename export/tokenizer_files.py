@@ -38,10 +38,11 @@ class TokenizerFiles:
         if self.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8", newline="\n")
 
-    def special_id(self, role: str) -> int | None:
-        """The id of `bos_token`, `eos_token`, ..."""
+    def special_ids(self, role: str) -> tuple[int, ...]:
+        """The id of `bos_token`, `eos_token`, ...; empty if there is none."""
         token = self.special_tokens.get(role)
-        return None if token is None else Tokenizer.from_str(self.tokenizer_json).token_to_id(token)
+        index = None if token is None else Tokenizer.from_str(self.tokenizer_json).token_to_id(token)
+        return () if index is None else (index,)
 
 
 def read_folder(folder: Path) -> TokenizerFiles | None:
@@ -50,8 +51,8 @@ def read_folder(folder: Path) -> TokenizerFiles | None:
     if not path.is_file():
         if slow := [name for name in _SLOW_FILES if (folder / name).is_file()]:
             raise SpecedgeError(
-                f"{folder}: {slow[0]} without tokenizer.json, which is what a device can read; load it with transformers "
-                "and save_pretrained it"
+                f"{folder}: {slow[0]} without tokenizer.json, the form a device can read; load the tokenizer with "
+                "transformers and save_pretrained it"
             )
         return None
     try:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +31,7 @@ class WeightWriter:
         self._file = self._path.open("wb")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
 
     def add_float(self, name: str, values: Array) -> Weight:
@@ -73,12 +71,12 @@ def block_size(weight: Weight) -> int:
 
 def read_float32(weight: Weight, path: Path) -> tuple[Float32, Float32 | None]:
     """Values of a stored weight in float32, dequantised, and the size of a quantisation step at each (None: not quantised)."""
-    parts = {name: _read(path, extent) for name, extent in weight.parts.items()}
+    parts: dict[str, Any] = {name: _read(path, extent) for name, extent in weight.parts.items()}
     if "values" in parts:
         return parts["values"].astype(np.float32), None
     scheme = Scheme.from_name(weight.scheme)
     codes = unpack_codes(parts["codes"], scheme.bits)
-    rows, blocks, block = codes.shape
+    _, blocks, block = codes.shape
     zero_points = parts.get("zero_points")
     unpacked = None if zero_points is None else unpack_zero_points(zero_points, scheme.bits, blocks)
     blocked = Scheme(scheme.bits, block, scheme.symmetric)

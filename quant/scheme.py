@@ -43,9 +43,7 @@ class Scheme:
                 return cls.parse(weights, group)
             case [weights, group, "asymmetric"]:
                 return cls.parse(weights, group, symmetric=False)
-        raise SpecedgeError(
-            f"scheme {name}: not understood; expected a name such as int4/32 or int8/channel/asymmetric"
-        )
+        raise SpecedgeError(f"scheme {name}: not understood; expected a name such as int4/32 or int8/channel/asymmetric")
 
     @property
     def name(self) -> str:

@@ -11,10 +11,10 @@ Array = npt.NDArray[np.generic]
 
 
 class KVCache:
-    """2 x layers buffers [1, K, C, D]; the first `length` columns hold the committed tokens."""
+    """2 x layers buffers [1, K, slots, D]; the first `length` columns hold the committed tokens, at most `context`."""
 
     def __init__(self, layout: KVLayout, context: int) -> None:
-        shape = (1, layout.heads, context, layout.head_dim)
+        shape = (1, layout.heads, layout.slots, layout.head_dim)
         names = [f"{kind}_{layer}" for layer in range(layout.layers) for kind in ("key", "value")]
         self._buffers: dict[str, Array] = {name: np.zeros(shape, layout.dtype) for name in names}
         self._context = context

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from specedge.runtime.plan import speedup
+
 _PRIOR_TRIALS = 2.0  # a new class of proposals starts as two trials at the prior rate
 _DECAY = 0.9  # weight of the past when a new trial arrives: a memory of about ten trials
 _MARGIN = 1.05  # speculation must promise this much over plain: the costs are known no better
@@ -97,8 +99,8 @@ class Adaptive:
         acceptance = self._estimate(evidence).rate
 
         def speed(gamma: int) -> float:
-            cost = self._draft_cost * gamma + self._verify_cost(gamma + 1)
-            return expected_tokens(acceptance, gamma) / cost / (1.0 if gamma == 0 else _MARGIN)
+            promised = speedup(acceptance, gamma, self._draft_cost, self._verify_cost(gamma + 1))
+            return promised if gamma == 0 else promised / _MARGIN
 
         return max(range(most + 1), key=speed)
 
@@ -106,10 +108,3 @@ class Adaptive:
         if evidence not in self._acceptance:
             self._acceptance[evidence] = _Acceptance(self._prior(evidence) * _PRIOR_TRIALS, _PRIOR_TRIALS)
         return self._acceptance[evidence]
-
-
-def expected_tokens(acceptance: float, gamma: int) -> float:
-    """E = (1 - a^(gamma + 1)) / (1 - a): tokens per round of a chain with independent acceptance a (Leviathan et al. 2023, eq. 1)."""
-    if acceptance >= 1.0:
-        return gamma + 1.0
-    return (1.0 - acceptance ** (gamma + 1)) / (1.0 - acceptance)

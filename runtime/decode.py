@@ -39,7 +39,7 @@ def decode(
     limit: int,
     stop_ids: Collection[int],
 ) -> Iterator[Round]:
-    """Rounds of at most `limit` tokens after a prefilled `prompt`, as many as fit the context; the first of `stop_ids` ends them."""
+    """Rounds of at most `limit` tokens, all fitting the context, after a prefilled `prompt`; one of `stop_ids` ends them."""
     history, end = list(prompt), len(prompt) + limit
     while len(history) < end:
         start = time.perf_counter()

@@ -6,14 +6,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from specedge.runtime.tree import Proposal, TokenTree
 from specedge.runtime.model import Sequence
 from specedge.runtime.philox import Purpose, uniform
 from specedge.runtime.sample import Sampling, best, draw, probabilities
+from specedge.runtime.tree import Proposal, TokenTree
 
 
 class Drafter(Protocol):
-    """Proposes continuations of a text whose last token is the root. Every call gets the whole text, so no call can be missed."""
+    """Proposes continuations of a text whose last token is the root; gets the whole text each time, so it misses nothing."""
 
     drawn: bool
     """Whether proposals are drawn from q by chance; otherwise they are a function of the text."""

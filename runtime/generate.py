@@ -4,12 +4,12 @@ import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from specedge.bundle import Bundle, Role, open_bundle
+from specedge.bundle import Bundle, open_bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
@@ -132,9 +132,13 @@ class Engine:
         stop: Sequence[str] = (),
         gamma: int | None = None,
         speculate: bool = True,
-    ) -> Iterator[Token]:
-        """Tokens as they are accepted; closing the iterator ends the request after the round it is in."""
-        return _Request(self, prompt, sampling or Sampling(), max_new_tokens, stop, gamma, speculate).tokens()
+    ) -> "Stream":
+        """Tokens as they are accepted: an iterator with the result so far; `close` ends the request.
+
+        Raises:
+            SpecedgeError: The prompt does not fit the context, is empty or holds ids outside the vocabulary.
+        """
+        return Stream(self, prompt, sampling or Sampling(), max_new_tokens, stop, gamma, speculate)
 
     def generate(
         self,
@@ -148,11 +152,12 @@ class Engine:
         """The whole answer. `gamma=None` lets control decide, an int drafts exactly that many whenever room allows.
 
         Raises:
-            SpecedgeError: The prompt does not fit the context, is empty or holds ids outside the vocabulary.
+            SpecedgeError: As `stream`.
         """
-        request = _Request(self, prompt, sampling or Sampling(), max_new_tokens, stop, gamma, speculate)
-        tokens = list(request.tokens())
-        return Result([token.id for token in tokens], request.text, request.finish_reason, request.stats)
+        stream = self.stream(prompt, sampling, max_new_tokens, stop, gamma, speculate)
+        for _ in stream:
+            pass
+        return stream.result()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any of its three forms, checked."""
@@ -193,7 +198,7 @@ class Engine:
 
     def new_control(self, gamma: int | None, speculate: bool) -> Control:
         """Who chooses gamma in one request."""
-        widest = self.widest_verify
+        widest = self.target.widest
         if not speculate:
             return Fixed(0)
         if gamma is not None:
@@ -201,12 +206,6 @@ class Engine:
                 raise UsageError(f"gamma {gamma}: the bundle verifies up to {widest - 1} drafts; convert with --gamma {gamma}")
             return Fixed(gamma)
         return Adaptive(self._step_cost, self._draft_cost(), max(self.bundle.manifest.widths), _prior)
-
-    @property
-    def widest_verify(self) -> int:
-        """Most tokens one verify step takes."""
-        graphs = self.target.role.graphs
-        return max(self.target.role.chunk if graph.width is None else graph.width for graph in graphs)
 
     def _step_cost(self, width: int) -> float:
         """Time of a step over one of width 1; static graphs are padded to the next width there is."""
@@ -216,7 +215,7 @@ class Engine:
     def _draft_cost(self) -> float:
         if self._draft is None:
             return 0.0
-        return _stored_bytes(self._draft.role) / _stored_bytes(self.target.role)
+        return self._draft.role.stored_bytes / self.target.role.stored_bytes
 
     def acquire(self) -> None:
         if not self._busy.acquire(blocking=False):
@@ -226,8 +225,8 @@ class Engine:
         self._busy.release()
 
 
-class _Request:
-    """One request: checked when made, run by iterating `tokens`."""
+class Stream(Iterator[Token]):
+    """One request: checked when made, run by iterating."""
 
     def __init__(
         self,
@@ -248,22 +247,34 @@ class _Request:
         self._control = engine.new_control(gamma, speculate)
         if stop and engine.tokenizer is None:
             raise UsageError("stop: stop strings need a tokenizer, which the bundle lacks")
-        self._stream = TextStream(engine.tokenizer, [stop] if isinstance(stop, str) else stop) if engine.tokenizer else None
-        self.stats = Stats(prompt_tokens=len(self._prompt))
-        self.finish_reason: FinishReason = "length"
+        self._text = TextStream(engine.tokenizer, [stop] if isinstance(stop, str) else stop) if engine.tokenizer else None
+        self._ids: list[int] = []
+        self._stats = Stats(prompt_tokens=len(self._prompt))
+        self._finish_reason: FinishReason = "length"
+        self._tokens = self._run()
 
-    @property
-    def text(self) -> str:
-        return self._stream.text if self._stream else ""
+    def __next__(self) -> Token:
+        return next(self._tokens)
 
-    def tokens(self) -> Iterator[Token]:
+    def close(self) -> None:
+        """End the request; the engine is free for the next one."""
+        self._tokens.close()
+
+    def result(self) -> Result:
+        """What was emitted so far."""
+        text = self._text.text if self._text else ""
+        return Result(list(self._ids), text, self._finish_reason, self._stats)
+
+    def _run(self) -> Generator[Token]:
         self._engine.acquire()
         try:
             for index, round_ in enumerate(self._rounds()):
-                ids = self._cut(round_.tokens)
-                self.stats.add(round_, len(ids))
-                yield from (Token(token, text, index) for token, text in ids)
-                if self.finish_reason == "stop":
+                burst = self._cut(round_.tokens)
+                self._stats.add(round_, len(burst))
+                for token, text in burst:
+                    self._ids.append(token)
+                    yield Token(token, text, index)
+                if self._finish_reason == "stop":
                     return
         finally:
             self._engine.release()
@@ -271,29 +282,26 @@ class _Request:
     def _rounds(self) -> Iterator[Round]:
         engine, sampling, manifest = self._engine, self._sampling, self._engine.bundle.manifest
         drafter = engine.new_drafter(sampling)
-        if sampling.greedy:
-            rule = accept.greedy(manifest.allowed_ids)
-        else:
-            rule = accept.token(sampling, manifest.allowed_ids)
+        allowed = manifest.allowed_ids
+        rule = accept.greedy(allowed) if sampling.greedy else accept.token(sampling, allowed)
         start = time.perf_counter()
         prefill(engine.target, drafter, self._prompt)
-        self.stats.prefill_seconds = time.perf_counter() - start
+        self._stats.prefill_seconds = time.perf_counter() - start
         return decode(engine.target, drafter, self._control, rule, self._prompt, self._limit, manifest.eos_ids)
 
     def _cut(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
         """(id, released text) of a burst, up to the token that ends the request."""
-        kept: list[tuple[int, str]] = []
+        burst: list[tuple[int, str]] = []
         for token in tokens:
-            text = self._stream.push(token) if self._stream else ""
-            kept.append((token, text))
-            ended = token in self._engine.bundle.manifest.eos_ids
-            if ended or (self._stream is not None and self._stream.stopped):
-                self.finish_reason = "stop"
+            burst.append((token, self._text.push(token) if self._text else ""))
+            if token in self._engine.bundle.manifest.eos_ids or (self._text is not None and self._text.stopped):
+                self._finish_reason = "stop"
                 break
-        if self._stream and (self.finish_reason == "stop" or self.stats.tokens + len(kept) == self._limit):
-            token, text = kept[-1]
-            kept[-1] = (token, text + self._stream.finish())
-        return kept
+        ended = self._finish_reason == "stop" or self._stats.tokens + len(burst) == self._limit
+        if self._text and ended:
+            token, text = burst[-1]
+            burst[-1] = (token, text + self._text.finish())
+        return burst
 
 
 def load(
@@ -312,10 +320,6 @@ def load(
     row = get_device(device or bundle.manifest.device)
     draft_row = get_device(draft_device) if draft_device else row
     return Engine(bundle, row, draft_row, drafter, threads)
-
-
-def _stored_bytes(role: Role) -> int:
-    return sum(extent.bytes for weight in role.weights for extent in weight.parts.values())
 
 
 def _prior(evidence: int) -> float:

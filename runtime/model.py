@@ -26,9 +26,7 @@ class Model:
                 f"device {device.name!r}: runs the {device.form} form, {bundle.path} holds {role_name} in the "
                 f"{self.role.form} form; convert with --device {device.name}"
             )
-        self.sessions = {
-            graph.width: Session(bundle.file(graph.file), graph, device, threads) for graph in self.role.graphs
-        }
+        self.sessions = {graph.width: Session(bundle.file(graph.file), graph, device, threads) for graph in self.role.graphs}
         self.tables = rope_tables(self.role)
 
     def sequence(self) -> "Sequence":
@@ -49,6 +47,11 @@ class Sequence:
         """Committed tokens."""
         return self._cache.length
 
+    @property
+    def widest(self) -> int:
+        """Most tokens one step takes."""
+        return self.role.widest
+
     def truncate(self, length: int) -> None:
         self._cache.truncate(length)
 
@@ -66,6 +69,8 @@ class Sequence:
         rows = len(ids)
         if rows == 0 or self.length + rows > self.role.context:
             raise ValueError(f"a step of {rows} tokens after {self.length} does not fit a context of {self.role.context}")
+        if rows > self.widest:
+            raise ValueError(f"a step of {rows} tokens is wider than the widest graph, {self.widest}")
         if tree is None or tree.is_chain:
             depths, visible = np.arange(rows), np.tri(rows, dtype=bool)
         else:
@@ -90,20 +95,17 @@ class _InPlaceSequence(Sequence):
         for name, buffer in self._cache.buffers():
             self._binding.input(f"past_{name}", buffer)
             self._binding.output(f"present_{name}", buffer)
-        self._widest = max(role.chunk, 1)
         half = self._cos.shape[1]
-        self._ids = np.zeros(self._widest, np.int32)
-        self._rope = np.zeros((2, self._widest * half), dtype)
-        self._bias = np.zeros(self._widest * role.context, dtype)
-        self._logits = np.zeros(self._widest * role.vocab_size, dtype)
+        self._ids = np.zeros(self.widest, np.int32)
+        self._rope = np.zeros((2, self.widest * half), dtype)
+        self._bias = np.zeros(self.widest * role.context, dtype)
+        self._logits = np.zeros(self.widest * role.vocab_size, dtype)
         self._lengths = np.zeros((2, 1), np.int32)
         self._binding.input("seqlens_k", self._lengths[0])
         self._binding.input("total_sequence_length", self._lengths[1])
 
     def _run(self, ids: npt.NDArray[np.int32], positions: Array, visible: npt.NDArray[np.bool_]) -> Logits:
         rows, total = len(ids), self.length + len(ids)
-        if rows > self._widest:
-            raise ValueError(f"a step of {rows} tokens is wider than the chunk of {self._widest}")
         half, vocab = self._cos.shape[1], self.role.vocab_size
         self._ids[:rows] = ids
         cos, sin = (flat[: rows * half].reshape(1, 1, rows, half) for flat in self._rope)
@@ -157,9 +159,7 @@ class _DeltaSequence(Sequence):
 
     def _run(self, ids: npt.NDArray[np.int32], positions: Array, visible: npt.NDArray[np.bool_]) -> Logits:
         rows, context = len(ids), self.role.context
-        width = next((width for width in self._steps if width >= rows), None)
-        if width is None:
-            raise SpecedgeError(f"a step of {rows} tokens: the bundle has widths {list(self._steps)}; export --gamma {rows - 1}")
+        width = next(width for width in self._steps if width >= rows)
         step = self._last = self._steps[width]
         step.ids[0], step.ids[0, :rows] = 0, ids
         step.cos[0, 0, :rows], step.sin[0, 0, :rows] = self._cos[positions], self._sin[positions]

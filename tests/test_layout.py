@@ -38,9 +38,6 @@ def wrong_imports(file: str, source: str) -> list[str]:
         package, _, rest = found.name.partition(".")
         if package not in ("specedge", "") or rest.split(".")[0] in allowed:
             continue
-        commands_of_export = rest == "export.cli" or rest.startswith("export.cli.")
-        if file == "specedge/runtime/cli.py" and commands_of_export and found.lazy:
-            continue
         wrong.append(f"{file}:{found.line} imports {found.name}")
     return wrong
 
@@ -83,8 +80,6 @@ def test_an_import_against_the_flow_is_found(file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("runtime/cli.py", "def load():\n    from specedge.export.cli import commands"),
-        ("runtime/cli.py", "def load():\n    import_module('specedge.export.cli')"),
         ("export/validate.py", "from specedge.runtime import load"),
         ("export/convert.py", "import runtime_of_somebody_else\nfrom specedge import __version__"),
         ("quant/pack.py", "from specedge.quant.scheme import Scheme\nfrom specedge.bundle import Bundle"),

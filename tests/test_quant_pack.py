@@ -53,9 +53,7 @@ def test_the_earlier_code_is_the_low_half() -> None:
     assert pack_zero_points(np.array([[1, 2, 3], [4, 5, 6]], np.uint8), bits=4).tolist() == [[0x21, 3], [0x54, 6]]
 
 
-@pytest.mark.parametrize(
-    ("columns", "group", "blocks", "bytes_per_row"), [(40, 32, 2, 32), (100, 16, 7, 56), (40, 16, 3, 24)]
-)
+@pytest.mark.parametrize(("columns", "group", "blocks", "bytes_per_row"), [(40, 32, 2, 32), (100, 16, 7, 56), (40, 16, 3, 24)])
 def test_rows_are_padded_to_whole_blocks(columns: int, group: int, blocks: int, bytes_per_row: int) -> None:
     packed = pack_codes(quantized(Scheme(4, group), (5, columns)).codes, 4)
     assert packed.shape == (5, blocks, group // 2) and packed[0].nbytes == bytes_per_row

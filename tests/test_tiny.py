@@ -125,9 +125,7 @@ def test_f_tok_spells_every_byte(tmp_path: Path) -> None:
     assert tokenizer.encode(text) == [byte_id(byte) for byte in text.encode()]
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 2, 261)
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
-    )
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False)
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.encode("<|im_end|>") == [260]
 

@@ -47,7 +47,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One checkpoint tensor as stored: `parts` is {"values"} or {"codes", "scales", "zero_points"}; shape is the checkpoint's."""
+    """One checkpoint tensor as stored: its own shape, and parts "values", or "codes", "scales" and perhaps "zero_points"."""
 
     name: str
     scheme: str
@@ -65,10 +65,11 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of each of the 2 x `layers` buffers: [1, heads, context, head_dim]; `head_dim` includes padding."""
+    """Shape of each of the 2 x `layers` buffers: [1, heads, slots, head_dim], the last two with what the form pads."""
 
     layers: int
     heads: int
+    slots: int
     head_dim: int
     dtype: str
 
@@ -88,6 +89,16 @@ class Role:
     weight_file: str
     weights: tuple[Weight, ...]
     graphs: tuple[Graph, ...]
+
+    @property
+    def widest(self) -> int:
+        """Most tokens one step takes: the widest graph, or the prefill chunk where the width is symbolic."""
+        return max(self.chunk if graph.width is None else graph.width for graph in self.graphs)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes a step reads: every stored tensor once."""
+        return sum(extent.bytes for weight in self.weights for extent in weight.parts.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,112 @@
+"""A model to export, whatever it comes as: a Hugging Face folder, a hub id or a GGUF file."""
+
+import re
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from transformers import PreTrainedModel
+
+from specedge.errors import SpecedgeError
+from specedge.export.families import DecoderConfig
+from specedge.export.gguf_checkpoint import open_gguf
+from specedge.export.safetensors_checkpoint import open_folder
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "README.md")
+
+
+class Checkpoint(Protocol):
+    """An open checkpoint: checked, its tensors not read yet."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls the model: a folder's, file's or repository's own name."""
+        ...
+
+    @property
+    def license(self) -> str | None:
+        """As the model card or the metadata gives it."""
+        ...
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Any of these ends a text; empty if the checkpoint names none."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """The values of a canonical name (`families.tensor_names`), [out, in] for a matrix, read now.
+
+        Raises:
+            SpecedgeError: A value is NaN or infinite.
+        """
+        ...
+
+    def save_tokenizer(self, folder: Path) -> bool:
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja (if any); False without a tokenizer."""
+        ...
+
+    def load_reference(self) -> PreTrainedModel:
+        """The model in transformers, float32 and eager, which reads the tensors by its own code."""
+        ...
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Open a GGUF file, a Hugging Face folder or a hub id, and check it whole: headers, config, names and shapes.
+
+    Loads no pickle and runs no code of the checkpoint.
+
+    Raises:
+        SpecedgeError: It is damaged, incomplete, not supported, or cannot be had.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return open_folder(path, _folder_name(path))
+    if path.is_file():
+        return open_gguf(path, path.name)
+    if _HUB_ID.fullmatch(model) and not model.startswith(".") and path.suffix not in (".gguf", ".safetensors"):
+        return open_folder(_download(model), model.rpartition("/")[2])
+    raise SpecedgeError(f"{model}: no such file or folder, and no hub id (OWNER/NAME)")
+
+
+def _folder_name(folder: Path) -> str:
+    """The folder's name; in a hub cache (models--OWNER--NAME/snapshots/REVISION) the repository's."""
+    folder = folder.absolute()
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+        return folder.parent.parent.name.rpartition("--")[2]
+    return folder.resolve().name if folder.name in ("", "..") else folder.name
+
+
+def _download(repository: str) -> Path:
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(_HUB_FILES), ignore_patterns=["*/*", "consolidated*"]))
+    except GatedRepoError as error:
+        raise SpecedgeError(
+            f"{repository}: a gated repository; accept its terms on the hub and log in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise SpecedgeError(f"{repository}: no such folder here, and no such repository on the hub") from error
+    except LocalEntryNotFoundError as error:
+        raise SpecedgeError(
+            f"{repository}: no such folder here, not in the hub cache, and the hub cannot be reached (offline); "
+            "connect once, or give a folder"
+        ) from error
+    except HFValidationError as error:
+        raise SpecedgeError(f"{repository}: no such folder here, and no valid hub id") from error
+    except HfHubHTTPError as error:
+        raise SpecedgeError(f"{repository}: the hub refused it: {' '.join(str(error).split())}") from error

@@ -1,0 +1,207 @@
+"""The `spec-export` command: parse, build a request, call, print. The runtime's commands stand beside the exporting ones."""
+
+import importlib
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import rich.table
+
+from specedge import __version__
+from specedge.errors import SpecedgeError, UsageError
+from specedge.quant.scheme import Scheme
+from specedge.runtime.bench import bench
+from specedge.runtime.cli import BUNDLE, COMMANDS, prompt_sets, show_bench, show_bundle
+from specedge.runtime.generate import load
+from specedge.runtime.inspect import inspect
+from specedge.runtime.terminal import Group, Output, json_option, peak_rss
+
+_FLOATS = {"fp32": "float32", "fp16": "float16"}
+
+
+@click.group(cls=Group)
+@click.version_option(__version__, prog_name="spec-export")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def main(debug: bool) -> None:
+    """Export a language model and its drafter, prove the result, and run speculative decoding on it."""
+
+
+@main.command("fetch")
+@click.argument("name")
+def fetch_command(name: str) -> None:
+    """Put a small real model into the cache and print its path: smollm2-135m."""
+    with Output(None).progress() as progress:
+        path = _export("fetch").fetch(name, progress)
+    click.echo(path)
+
+
+@main.command("convert")
+@click.argument("model")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The bundle to write.")
+@click.option("--draft", help="A draft model of the same vocabulary.")
+@click.option("--lookup", is_flag=True, help="Draft by prompt lookup only; every bundle can do that.")
+@click.option("--device", default="cpu", show_default=True, help="Row of the device table.")
+@click.option("--gamma", type=click.IntRange(min=1), help="Verify this many drafts: widths 1 and gamma + 1.")
+@click.option("--widths", help="Widths to verify at, instead of --gamma: 1,5,9 (default).")
+@click.option("--context", type=int, help="Tokens a text may have (default: 1024, or what the model was made for).")
+@click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a prefill step.")
+@click.option("--weights", type=click.Choice(["int4", "int8", "fp16", "fp32"]), default="int4", show_default=True)
+@click.option("--group", default="32", show_default=True, help="Weights per scale: 16, 32, 64, 128 or channel.")
+@click.option("--asymmetric", is_flag=True, help="A zero point per group.")
+@click.option(
+    "--head-weights",
+    type=click.Choice(["int4", "int8", "fp16", "fp32"]),
+    help="Embedding and head (default: int8 or the float type).",
+)
+@click.option("--force", is_flag=True, help="Replace an existing bundle.")
+@json_option
+def convert_command(
+    model: str,
+    output: Path,
+    draft: str | None,
+    lookup: bool,
+    device: str,
+    gamma: int | None,
+    widths: str | None,
+    context: int | None,
+    chunk: int,
+    weights: str,
+    group: str,
+    asymmetric: bool,
+    head_weights: str | None,
+    force: bool,
+    json_file: str | None,
+) -> None:
+    """Convert MODEL (a GGUF file, a Hugging Face folder or a hub id) and its drafter into a bundle."""
+    if draft and lookup:
+        raise UsageError("--lookup: means no other drafter; leave out --lookup or --draft")
+    if gamma is not None and widths is not None:
+        raise UsageError("--widths: says what --gamma would; give one of them")
+    head = head_weights or (weights if weights in _FLOATS else "int8")
+    request = _export("convert").Request(
+        model=model,
+        output=output,
+        draft=draft,
+        device=device,
+        widths=_widths(widths) if gamma is None else (1, gamma + 1),
+        context=context,
+        chunk=chunk,
+        body=_weight_form(weights, group, not asymmetric),
+        head=_weight_form(head, group, not asymmetric),
+        force=force,
+    )
+    out = Output(json_file)
+    out.json(_convert(request, out))
+
+
+def _convert(request: Any, output: Output) -> dict[str, object]:
+    start = time.perf_counter()
+    with output.progress() as progress:
+        bundle = _export("convert").convert(request, progress)
+    results = inspect(bundle) | {"seconds": time.perf_counter() - start, "peak_rss_bytes": peak_rss()}
+    show_bundle(output, bundle.path, results)
+    return results
+
+
+@main.command("validate")
+@BUNDLE
+@click.option("--reference", required=True, help="The checkpoint the bundle was made from.")
+@click.option("--draft-reference", help="The draft's checkpoint.")
+@click.option("--device", help="Row of the device table (default: the bundle's).")
+@click.option("--draft-device", help="Row that runs the drafter (default: the target's).")
+@click.option(
+    "--prompts", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts whose greedy ids are compared."
+)
+@click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens of each answer.")
+@json_option
+def validate_command(
+    bundle: Path,
+    reference: str,
+    draft_reference: str | None,
+    device: str | None,
+    draft_device: str | None,
+    prompts: int,
+    tokens: int,
+    json_file: str | None,
+) -> None:
+    """Prove that a BUNDLE computes what its checkpoint says; exit code 0 only if everything passed."""
+    output = Output(json_file)
+    with output.progress() as progress:
+        report = _export("validate").validate(
+            bundle, reference, draft_reference, device, draft_device, prompts, tokens, progress
+        )
+    _show_report(output, report)
+    output.json(report.as_dict())
+    if not report.passed:
+        raise click.exceptions.Exit(1)
+
+
+def _show_report(output: Output, report: Any) -> None:
+    table = rich.table.Table("check", "graph", "value", "limit", "")
+    for check in report.checks:
+        table.add_row(check.name, check.graph, f"{check.value:.3g}", f"{check.limit:.3g}", "ok" if check.passed else "FAIL")
+    output.console.print(table)
+    quality = report.quality
+    output.console.print(
+        f"against float32: max |logit difference| {quality.logits_max_abs:.3g}, KL {quality.kl_mean:.3g}, "
+        f"top-1 agreement {quality.top1_agreement:.1%}, perplexity {quality.perplexity:.2f}"
+    )
+    for note in report.notes:
+        output.console.print(f"note: {note}")
+    output.console.print("PASS" if report.passed else "FAIL")
+
+
+@main.command("demo")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default="demo/smollm2-135m-int4",
+    show_default=True,
+    help="The bundle.",
+)
+@json_option
+def demo_command(output: Path, json_file: str | None) -> None:
+    """Fetch SmolLM2-135M-Instruct, convert it to INT4, validate it, and time plain against speculative decoding."""
+    out = Output(json_file)
+    with out.progress() as progress:
+        model = str(_export("fetch").fetch("smollm2-135m", progress))
+    converted = _convert(_export("convert").Request(model=model, output=output, force=True), out)
+    with out.progress() as progress:
+        report = _export("validate").validate(output, model, progress=progress)
+    _show_report(out, report)
+    engine = load(output)
+    with out.progress() as progress:
+        results = bench(engine, prompt_sets(engine), progress=progress)
+    show_bench(out, results)
+    out.json({"convert": converted, "validate": report.as_dict(), "bench": results})
+    if not report.passed:
+        raise click.exceptions.Exit(1)
+
+
+def _weight_form(name: str, group: str, symmetric: bool) -> Scheme | str:
+    return _FLOATS[name] if name in _FLOATS else Scheme.parse(name, group, symmetric)
+
+
+def _widths(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return (1, 5, 9)
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--widths {text!r}: expected numbers separated by commas, such as 1,5,9") from None
+
+
+def _export(module: str) -> Any:
+    """A module of the export side; a plain install lacks what it needs."""
+    try:
+        return importlib.import_module(f"specedge.export.{module}")
+    except ImportError as error:
+        if error.name is None or error.name.startswith("specedge"):
+            raise
+        raise SpecedgeError(f"this command needs the package {error.name}; pip install 'specedge[export]'") from error
+
+
+for _command in COMMANDS:
+    main.add_command(_command)

@@ -1,0 +1,312 @@
+"""Does a bundle still compute what its checkpoint says? Weights, logits and greedy ids, against transformers in float32."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from specedge.bundle import Bundle, changed_files
+from specedge.devices.table import get_device
+from specedge.errors import SpecedgeError
+from specedge.export.checkpoint import Checkpoint, open_checkpoint
+from specedge.export.families import tensor_names
+from specedge.export.weights import read_float32
+from specedge.progress import Progress, silent
+from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, Agreement, compare_greedy, width_agreement
+from specedge.runtime.generate import Engine, load
+from specedge.runtime.model import Model
+from specedge.runtime.model import Sequence as ModelSequence
+from specedge.runtime.prompts import CHAT, PROSE
+from specedge.runtime.sample import Sampling
+
+Logits = npt.NDArray[np.float32]
+
+# Largest |logit difference| of a float graph to transformers, and of a wide step to one-token steps (design.md §4.4).
+_LOGITS_LIMIT = {"float32": 1e-3, "float16": 0.1}
+_QUANTISED_WIDTH_LIMIT = 0.1
+# A quantised graph against its own stored weights in float32: what int8 activations (accuracy_level 4) may cost.
+_ACTIVATION_KL_LIMIT = 0.05
+_ROUNDING = 1e-3  # float error allowed beyond one quantisation step, in steps
+_END = 32  # rows compared at the end of the context
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One measured number and its limit; a NaN never passes."""
+
+    name: str
+    graph: str
+    value: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A role's logits against transformers in float32, over the ids that can be emitted."""
+
+    logits_max_abs: float
+    kl_mean: float
+    top1_agreement: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `validate` measured; `notes` says what it did not."""
+
+    checks: tuple[Check, ...]
+    quality: Quality
+    width_agreement: float
+    near_ties: int
+    greedy_match: float
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def as_dict(self) -> dict[str, object]:
+        """The keys of the JSON contract (design.md §5)."""
+        return {
+            "passed": self.passed,
+            "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
+            **asdict(self.quality),
+            "width_agreement": self.width_agreement,
+            "near_ties": self.near_ties,
+            "greedy_match": self.greedy_match,
+            "notes": list(self.notes),
+        }
+
+
+def validate(
+    path: Path,
+    reference: str,
+    draft_reference: str | None = None,
+    device: str | None = None,
+    draft_device: str | None = None,
+    prompts: int = 4,
+    tokens: int = 32,
+    progress: Progress = silent,
+) -> Report:
+    """Compare a bundle with the checkpoint it was made from.
+
+    Logits of every graph are compared over the first three prefill chunks and at the end of the context, read at every width;
+    then greedy answers of `tokens` tokens to `prompts` prompts: plain against transformers (float weights only, teacher-forced)
+    and speculative against plain, with every drafter, at every exported gamma.
+
+    Raises:
+        SpecedgeError: The bundle or a reference cannot be opened, or they are models of different shape.
+    """
+    progress("validate", 0, 4)
+    engine = load(path, device, draft_device)
+    bundle = engine.bundle
+    checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
+    notes = []
+    text = _text(engine)
+    if draft_reference:
+        draft = Model(bundle, "draft", get_device(draft_device or engine.device.name)).sequence()
+        draft_checks, _, _ = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text)
+        checks += draft_checks
+    elif "draft" in bundle.manifest.roles:
+        notes.append("the draft's logits were not compared: --draft-reference names its checkpoint")
+    progress("validate", 1, 4)
+    target_checks, quality, model = _check_role(bundle, "target", engine.target, open_checkpoint(reference), text)
+    checks += target_checks
+    progress("validate", 2, 4)
+    quantised = is_quantised(bundle, "target")
+    widths = width_agreement(engine, text[: 4 * max(bundle.manifest.widths) + 3])
+    limit = _QUANTISED_WIDTH_LIMIT if quantised else _LOGITS_LIMIT[engine.target.role.kv.dtype]
+    checks += [Check("width_agreement", f"target width {width}", value, limit) for width, value in widths.items()]
+    agreement = float(np.max(list(widths.values()), initial=0.0))
+    requests = _requests(engine, prompts)
+    if not quantised:
+        checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * quality.logits_max_abs))
+    progress("validate", 3, 4)
+    greedy = [
+        _check_speculative_greedy(load(path, device, draft_device, drafter), requests, tokens, width - 1, 2 * agreement)
+        for drafter in bundle.manifest.drafters
+        for width in bundle.manifest.widths
+        if width > 1
+    ]
+    progress("validate", 4, 4)
+    compared = sum(found.tokens for _, found in greedy)
+    return Report(
+        checks=(*checks, *(check for check, _ in greedy)),
+        quality=quality,
+        width_agreement=agreement,
+        near_ties=sum(found.near_ties for _, found in greedy),
+        greedy_match=1.0 - sum(found.near_ties + (found.mismatch is not None) for _, found in greedy) / max(compared, 1),
+        notes=tuple(notes),
+    )
+
+
+def is_quantised(bundle: Bundle, role: str) -> bool:
+    return any("codes" in weight.parts for weight in bundle.role(role).weights)
+
+
+# ---- weights and logits of one role
+
+
+def _check_role(
+    bundle: Bundle, role: str, sequence: ModelSequence, checkpoint: Checkpoint, text: list[int]
+) -> tuple[list[Check], Quality, PreTrainedModel]:
+    """Checks of stored weights and of every graph's logits; the quality against float32; the reference model."""
+    checks = [_check_weights(bundle, role, checkpoint)]
+    allowed = min(bundle.manifest.allowed_ids, bundle.role(role).vocab_size)
+    windows = [range(min(3 * sequence.role.chunk, len(text))), range(max(len(text) - _END, 0), len(text))]
+    rows = [row for window in windows for row in window]
+    model = checkpoint.load_reference()
+    truth = _reference_logits(model, text, rows)[:, :allowed]
+    quantised = is_quantised(bundle, role)
+    if quantised:
+        _load_stored_weights(model, bundle, role)
+        stored = _reference_logits(model, text, rows)[:, :allowed]
+    for width in sorted({1, *bundle.manifest.widths, sequence.role.chunk}):
+        if width > sequence.widest:
+            continue
+        found = np.concatenate([_read(sequence, text, window, width) for window in windows])[:, :allowed]
+        graph = f"{role} width {width}"
+        if quantised:
+            checks.append(Check("kl_to_stored_weights", graph, mean_kl(stored, found), _ACTIVATION_KL_LIMIT))
+        else:
+            limit = _LOGITS_LIMIT[sequence.role.kv.dtype]
+            checks.append(Check("logits_max_abs", graph, float(np.abs(found - truth).max()), limit))
+    return checks, _quality(truth, found, text, windows[0]), model
+
+
+def _check_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Check:
+    """Largest difference of a stored weight to the checkpoint's: in quantisation steps, or to the nearest float of its type."""
+    names = tensor_names(checkpoint.config)
+    weights = {weight.name: weight for weight in bundle.role(role).weights}
+    if weights.keys() != names.keys() or any(weights[name].shape != shape for name, (_, shape) in names.items()):
+        raise SpecedgeError(
+            f"{bundle.path}: {role} has other tensors or shapes than {checkpoint.name}; name its own checkpoint"
+        )
+    path = bundle.file(bundle.role(role).weight_file)
+    worst = []
+    for name, weight in weights.items():
+        values, steps = read_float32(weight, path)
+        exact = checkpoint.tensor(name)
+        if steps is None:
+            worst.append(np.abs(values - exact.astype(weight.scheme).astype(np.float32)).max())
+        else:
+            unit = np.where(steps > 0, steps, np.maximum(np.abs(exact), 1e-30))  # a block of scale 0 may lose itself
+            worst.append((np.abs(values - exact) / unit).max())
+    return Check("weight_error", role, float(np.max(worst)), 1.0 + _ROUNDING if is_quantised(bundle, role) else 0.0)
+
+
+def _load_stored_weights(model: PreTrainedModel, bundle: Bundle, role: str) -> None:
+    """Give the reference the bundle's own weights, dequantised: what is left is the graph's doing."""
+    path = bundle.file(bundle.role(role).weight_file)
+    with torch.no_grad():
+        for weight in bundle.role(role).weights:
+            name = weight.name if weight.name == "lm_head.weight" else f"model.{weight.name}"
+            model.get_parameter(name).copy_(torch.from_numpy(read_float32(weight, path)[0]))
+
+
+@torch.no_grad()
+def _reference_logits(model: PreTrainedModel, ids: Sequence[int], rows: Sequence[int]) -> Logits:
+    """Logits [len(rows), V] after these positions, in one pass."""
+    logits = model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=torch.tensor(list(rows))).logits[0]
+    found: Logits = logits.float().numpy()
+    return found
+
+
+def _read(sequence: ModelSequence, text: Sequence[int], window: range, width: int) -> Logits:
+    """Logits [len(window), V] of a text's `window`, read in steps of `width` behind a prefilled start."""
+    sequence.truncate(0)
+    sequence.prefill(text[: window.start])
+    rows = []
+    for start in range(window.start, window.stop, width):
+        piece = text[start : min(start + width, window.stop)]
+        rows.append(sequence.step(piece).copy())
+        sequence.commit(range(len(piece)))
+    return np.concatenate(rows)
+
+
+def _quality(truth: Logits, found: Logits, text: Sequence[int], start: range) -> Quality:
+    following = np.asarray([*text[1 : len(start)]])
+    surprise = -log_softmax(found[: len(following)])[np.arange(len(following)), following]
+    return Quality(
+        logits_max_abs=float(np.abs(found - truth).max()),
+        kl_mean=mean_kl(truth, found),
+        top1_agreement=float((truth.argmax(1) == found.argmax(1)).mean()),
+        perplexity=float(np.exp(surprise.mean())) if len(following) else 1.0,
+    )
+
+
+def mean_kl(truth: Logits, found: Logits) -> float:
+    """Mean over rows of KL(softmax(truth) || softmax(found)), in nats."""
+    log_p, log_q = log_softmax(truth), log_softmax(found)
+    return float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean())
+
+
+def log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
+
+
+# ---- greedy ids
+
+
+def _check_reference_greedy(
+    engine: Engine, model: PreTrainedModel, requests: list[list[int]], tokens: int, tie: float
+) -> Check:
+    """Emitted tokens that are not the reference's argmax after the same text; near-ties count only beyond their rate."""
+    allowed = engine.bundle.manifest.allowed_ids
+    wrong = near_ties = compared = 0
+    for prompt in requests:
+        emitted = engine.generate(prompt, Sampling(), tokens, speculate=False).ids
+        if not emitted:
+            continue
+        rows = range(len(prompt) - 1, len(prompt) + len(emitted) - 1)
+        logits = _reference_logits(model, [*prompt, *emitted[:-1]], rows)[:, :allowed]
+        gaps = logits.max(axis=1) - logits[np.arange(len(emitted)), emitted]
+        near_ties += int(((gaps > 0) & (gaps < tie)).sum())
+        wrong += int((~(gaps < tie) & (gaps != 0)).sum())
+        compared += len(emitted)
+    too_many = near_ties > -(-compared // TOKENS_PER_NEAR_TIE)
+    return Check("greedy_unlike_reference", "target", float(wrong + too_many * near_ties), 0.0)
+
+
+def _check_speculative_greedy(
+    engine: Engine, requests: list[list[int]], tokens: int, gamma: int, tie: float
+) -> tuple[Check, Agreement]:
+    """Answers whose speculative ids differ from plain ones beyond near-ties."""
+    found = [compare_greedy(engine, prompt, tokens, gamma, tie) for prompt in requests]
+    total = Agreement(
+        sum(one.tokens for one in found),
+        sum(one.drafted for one in found),
+        sum(one.near_ties for one in found),
+        next((one.mismatch for one in found if one.mismatch), None),
+    )
+    failed = sum(one.mismatch is not None for one in found) + (total.mismatch is None and not total.passed)
+    return Check("greedy_speculative_differs", f"{engine.drafter_name} gamma {gamma}", float(failed), 0.0), total
+
+
+def _text(engine: Engine) -> list[int]:
+    """Token ids that fill the context: prose, or arbitrary ids for a bundle without tokenizer."""
+    length, allowed = engine.context, engine.bundle.manifest.allowed_ids
+    if engine.tokenizer is None:
+        return [int(token) for token in np.random.default_rng(0).integers(0, allowed, length)]
+    ids = engine.tokenizer.encode(PROSE)
+    return (ids * (length // len(ids) + 1))[:length]
+
+
+def _requests(engine: Engine, count: int) -> list[list[int]]:
+    if engine.tokenizer is None:
+        text = _text(engine)
+        longest = min(16, engine.context // 2)
+        return [text[start : start + longest] for start in range(min(count, engine.context - longest))]
+    messages = [CHAT[index % len(CHAT)] for index in range(count)]
+    chat = engine.tokenizer.has_chat_template
+    return [engine.encode([{"role": "user", "content": text}] if chat else text) for text in messages]

@@ -1,0 +1,254 @@
+"""The commands a plain install can run: generate, bench, inspect, plan."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import rich.table
+
+from specedge.bundle import open_bundle
+from specedge.errors import SpecedgeError, UsageError
+from specedge.runtime import prompts
+from specedge.runtime.bench import bench
+from specedge.runtime.generate import Engine, Result, load
+from specedge.runtime.inspect import inspect
+from specedge.runtime.plan import break_even, expected_tokens, speedup
+from specedge.runtime.sample import Sampling
+from specedge.runtime.terminal import Output, json_option, size
+from specedge.runtime.text import Prompt
+
+BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say how a bundle is opened, and how far it drafts."""
+    for option in reversed(
+        (
+            click.option("--device", help="Row of the device table (default: the bundle's)."),
+            click.option("--draft-device", help="Row that runs the drafter (default: the target's)."),
+            click.option("--drafter", help="Which of the bundle's drafters (default: its first)."),
+            click.option("--gamma", type=int, help="Draft exactly this many tokens (default: adaptive)."),
+            click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU provider (default: its choice)."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("generate")
+@BUNDLE
+@click.option("-p", "--prompt", help="The prompt's text.")
+@click.option("--ids", help="The prompt as token ids: 1,2,3.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template, as the user's message.")
+@click.option("--max-new-tokens", type=click.IntRange(min=0), default=128, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="0 is off.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="1 is off.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--stop", multiple=True, help="End before this text; may be given more than once.")
+@click.option("--plain", is_flag=True, help="Do not speculate.")
+@click.option("--stats", is_flag=True, help="Print rounds, acceptance and speed afterwards.")
+@engine_options
+@json_option
+def generate_command(
+    bundle: Path,
+    prompt: str | None,
+    ids: str | None,
+    chat: bool,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    stop: tuple[str, ...],
+    plain: bool,
+    stats: bool,
+    device: str | None,
+    draft_device: str | None,
+    drafter: str | None,
+    gamma: int | None,
+    threads: int | None,
+    json_file: str | None,
+) -> None:
+    """Generate text from a BUNDLE."""
+    try:
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    request = _prompt(prompt, ids, chat)
+    output = Output(json_file)
+    engine = load(bundle, device, draft_device, drafter, threads)
+    stream = engine.stream(request, sampling, max_new_tokens, stop, gamma, not plain)
+    for token in stream:
+        output.write(token.text if engine.tokenizer else f"{token.id} ")
+    output.write("\n")
+    result = stream.result()
+    if stats:
+        _show_stats(output, result)
+    output.json(
+        {"ids": result.ids, "text": result.text, "finish_reason": result.finish_reason, "stats": result.stats.as_dict()}
+    )
+
+
+def _show_stats(output: Output, result: Result) -> None:
+    stats = result.stats
+    speed = stats.tokens / stats.decode_seconds if stats.decode_seconds else 0.0
+    output.console.print(
+        f"{stats.tokens} tokens in {stats.rounds} rounds ({stats.tokens_per_round:.2f} per round), {stats.accepted} of "
+        f"{stats.drafted} drafts accepted, {speed:.1f} tokens/s after {stats.prefill_seconds:.2f} s for "
+        f"{stats.prompt_tokens} prompt tokens; ended by {result.finish_reason}"
+    )
+
+
+def _prompt(text: str | None, ids: str | None, chat: bool) -> Prompt:
+    if (text is None) == (ids is None):
+        raise UsageError("prompt: give either -p TEXT or --ids 1,2,3")
+    if ids is not None:
+        try:
+            return [int(part) for part in ids.replace(",", " ").split()]
+        except ValueError:
+            raise UsageError(f"--ids {ids!r}: expected numbers separated by commas") from None
+    assert text is not None
+    return [{"role": "user", "content": text}] if chat else text
+
+
+@click.command("bench")
+@BUNDLE
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(path_type=Path),
+    help="A text file, one prompt a line, as chat messages.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=96, show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True)
+@engine_options
+@json_option
+def bench_command(
+    bundle: Path,
+    prompts_file: Path | None,
+    max_new_tokens: int,
+    repeats: int,
+    device: str | None,
+    draft_device: str | None,
+    drafter: str | None,
+    gamma: int | None,
+    threads: int | None,
+    json_file: str | None,
+) -> None:
+    """Time plain and speculative decoding of a BUNDLE in one run."""
+    output = Output(json_file)
+    engine = load(bundle, device, draft_device, drafter, threads)
+    sets = prompt_sets(engine, prompts_file)
+    with output.progress() as progress:
+        results = bench(engine, sets, max_new_tokens, gamma, repeats, progress)
+    show_bench(output, results)
+    output.json(results)
+
+
+def prompt_sets(engine: Engine, file: Path | None = None) -> dict[str, list[list[int]]]:
+    """Token ids of the built-in chat and copy prompts, or of a file's lines; without a tokenizer, of arbitrary ids."""
+    if file is not None:
+        try:
+            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecedgeError(f"{file}: cannot be read ({error})") from None
+        if not lines:
+            raise SpecedgeError(f"{file}: no prompts; expected one a line")
+        return {file.stem: [_chat_ids(engine, line) for line in lines]}
+    if engine.tokenizer is None:
+        allowed = min(engine.bundle.manifest.allowed_ids, engine.context // 2)
+        return {"ids": [[start % allowed, (start * 7 + 1) % allowed] for start in range(1, 5)]}
+    return {
+        "chat": [_chat_ids(engine, text) for text in prompts.CHAT],
+        "copy": [_chat_ids(engine, text) for text in prompts.COPY],
+    }
+
+
+def _chat_ids(engine: Engine, text: str) -> list[int]:
+    chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
+    return engine.encode([{"role": "user", "content": text}] if chat else text)
+
+
+def show_bench(output: Output, results: dict[str, Any]) -> None:
+    """The comparison as a table."""
+    table = rich.table.Table(
+        "prompts", "drafter", "plain tok/s", "speculative tok/s", "speedup", "tokens/round", "accepted", "same ids"
+    )
+    for name, drafters in results["sets"].items():
+        for drafter, row in drafters.items():
+            side = row["speculative"]
+            low, high = row["speedup_range"]
+            table.add_row(
+                name,
+                drafter,
+                f"{row['plain']['tokens_per_s']:.1f}",
+                f"{side['tokens_per_s']:.1f}",
+                f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
+                f"{side['tokens_per_round']:.2f}",
+                f"{side['acceptance']:.0%} of {side['drafted']}",
+                "yes" if row["identical_greedy"] else "NO",
+            )
+    output.console.print(table)
+
+
+@click.command("inspect")
+@BUNDLE
+@json_option
+def inspect_command(bundle: Path, json_file: str | None) -> None:
+    """Show what a BUNDLE holds."""
+    output = Output(json_file)
+    results = inspect(open_bundle(bundle))
+    show_bundle(output, bundle, results)
+    output.json(results)
+
+
+def show_bundle(output: Output, path: Path, results: dict[str, Any]) -> None:
+    """A bundle in a few lines."""
+    print_ = output.console.print
+    print_(f"{path}: {size(results['bytes'])} for device {results['device']}")
+    for role, source in results["sources"].items():
+        print_(f"  {role}: {source}, licence {results['licenses'][role] or 'not stated'}")
+    print_(f"  widths {results['widths']}, context {results['context']}, drafters {', '.join(results['drafters'])}")
+    for graph in results["graphs"]:
+        width = "any width" if graph["width"] is None else f"width {graph['width']}"
+        print_(f"  {graph['file']}: {width}, {sum(graph['ops'].values())} nodes")
+    for scheme, count in results["weights"].items():
+        print_(f"  weights {scheme}: {size(count)}")
+
+
+@click.command("plan")
+@click.option("--alpha", type=click.FloatRange(0, 1), required=True, help="Acceptance of one draft.")
+@click.option("--gamma", type=click.IntRange(min=0), required=True, help="Drafts per round.")
+@click.option(
+    "--draft-cost", type=click.FloatRange(min=0), default=0.0, show_default=True, help="One draft, in steps of width 1."
+)
+@click.option(
+    "--verify-cost",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="A verify step, likewise.",
+)
+@click.option(
+    "--host-cost", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Host time of a round, likewise."
+)
+@json_option
+def plan_command(
+    alpha: float, gamma: int, draft_cost: float, verify_cost: float, host_cost: float, json_file: str | None
+) -> None:
+    """Would speculation pay? Expected tokens per round, speedup and break-even acceptance from given costs."""
+    output = Output(json_file)
+    results = {
+        "expected_tokens": expected_tokens(alpha, gamma),
+        "speedup": speedup(alpha, gamma, draft_cost, verify_cost, host_cost),
+        "break_even": break_even(gamma, draft_cost, verify_cost, host_cost),
+    }
+    limit = results["break_even"]
+    output.console.print(f"{results['expected_tokens']:.2f} tokens per round, {results['speedup']:.2f}x plain decoding")
+    output.console.print("never pays at these costs" if limit is None else f"pays from acceptance {limit:.2f} on")
+    output.json(results)
+
+
+COMMANDS = (generate_command, bench_command, inspect_command, plan_command)

@@ -1,0 +1,117 @@
+"""What commands share at the terminal: errors in one line, progress, results as tables and as JSON."""
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import rich.console
+import rich.progress
+
+from specedge.errors import SpecedgeError
+from specedge.progress import Progress
+
+
+class Group(click.Group):
+    """Turns a SpecedgeError into one line on standard error and its exit code; --debug keeps the traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecedgeError as error:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"Error: {error}", err=True)
+            raise click.exceptions.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            click.echo("Stopped.", err=True)
+            raise click.exceptions.Exit(130) from None
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--json FILE, `-` for standard output."""
+    return click.option("--json", "json_file", metavar="FILE", help="Write the results as JSON; - for standard output.")(
+        command
+    )
+
+
+class Output:
+    """Where a command speaks: tables on standard output, or on standard error while JSON has standard output."""
+
+    def __init__(self, json_file: str | None) -> None:
+        self._json_file = json_file
+        self.console = rich.console.Console(stderr=json_file == "-", highlight=False)
+
+    def write(self, text: str) -> None:
+        """Text as it comes, unformatted."""
+        click.echo(text, nl=False, err=self._json_file == "-")
+
+    def json(self, results: Mapping[str, object]) -> None:
+        """Write the JSON results, if asked for; NaN and infinity become null, which JSON can hold."""
+        if self._json_file is None:
+            return
+        text = json.dumps(_finite(results), indent=2) + "\n"
+        if self._json_file == "-":
+            sys.stdout.write(text)
+            return
+        try:
+            Path(self._json_file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise SpecedgeError(f"{self._json_file}: cannot be written ({error.strerror})") from None
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A bar per task on a terminal, a line per task elsewhere; both on standard error."""
+        console = rich.console.Console(stderr=True, highlight=False)
+        if not console.is_terminal:
+            yield _lines
+            return
+        columns = (
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+        )
+        with rich.progress.Progress(*columns, console=console) as bars:
+            tasks: dict[str, rich.progress.TaskID] = {}
+
+            def show(task: str, done: int, total: int) -> None:
+                if task not in tasks:
+                    tasks[task] = bars.add_task(task, total=total)
+                bars.update(tasks[task], completed=done, total=total)
+
+            yield show
+
+
+def _lines(task: str, done: int, total: int) -> None:
+    if done in (0, total):
+        click.echo(f"{task}: {'started' if done == 0 else 'done'}", err=True)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def size(count: int) -> str:
+    """Bytes for a person: 82.6 MB."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
+def peak_rss() -> int | None:
+    """Most memory this process has held resident, in bytes; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    import resource  # POSIX only
+
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
