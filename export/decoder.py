@@ -65,7 +65,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, KV]:
         attend = self._attend_in_place if self.form == "in-place" else self._attend_delta
         mixed, kv = attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin, bias, past, lengths)
-        return self.o_proj(mixed), kv
+        projected: Tensor = self.o_proj(mixed)
+        return projected, kv
 
     def _attend_in_place(
         self,
@@ -142,7 +143,8 @@ class Gate(nn.Module):
         self.down_proj = Linear(config.intermediate, config.hidden, config.mlp_bias, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return projected
 
 
 class Block(nn.Module):

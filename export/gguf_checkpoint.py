@@ -121,7 +121,7 @@ def open_gguf(path: Path, name: str) -> GgufCheckpoint:
     try:
         reference_config = LlamaConfig(**settings)
     except (StrictDataclassError, ValueError, TypeError, ArithmeticError) as error:
-        raise SpecedgeError(f"{path}: {' '.join(str(error).split())}") from error
+        raise SpecedgeError(f"{path}: transformers refuses its settings: {' '.join(str(error).split())}") from error
     stored_factors = tensors.pop(_ROPE_FACTORS, None)
     factors = None if stored_factors is None else _dequantize(stored_factors)
     config = read_config(reference_config, str(path), None if factors is None else factors.tolist())

@@ -91,7 +91,7 @@ def _cut_columns(graph: ir.Graph, node: ir.Node, columns: int, stored: int) -> N
     ]
     cut = ir.node("Slice", [output, *bounds])
     cut.outputs[0].name = f"{output.name}_cut"
-    cut.outputs[0].dtype, cut.outputs[0].shape = output.dtype, output.shape
+    cut.outputs[0].type, cut.outputs[0].shape = output.type, output.shape
     output.shape = None
     graph.insert_after(node, cut)
     for consumer, index in list(output.uses()):
@@ -103,7 +103,7 @@ def _replace(graph: ir.Graph, old: ir.Node, op_type: str, inputs: list[ir.Value 
     """Put a contrib node in the place of `old`, whose output keeps its name, type and readers."""
     new = ir.node(op_type, inputs, attributes, domain=_CONTRIB)
     before, after = old.outputs[0], new.outputs[0]
-    after.name, after.dtype, after.shape = before.name, before.dtype, before.shape
+    after.name, after.type, after.shape = before.name, before.type, before.shape
     graph.insert_after(old, new)
     ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
     graph.remove(old, safe=True)

@@ -122,7 +122,7 @@ def _load_config(folder: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise SpecedgeError(f"{folder / 'config.json'}: {' '.join(str(error).split())}") from error
+        raise SpecedgeError(f"{folder / 'config.json'}: transformers refuses it: {' '.join(str(error).split())}") from error
     return config
 
 

@@ -120,7 +120,8 @@ class _InPlaceSequence(Sequence):
         self._binding.input("input_ids", self._ids[:rows].reshape(1, rows))
         self._binding.output("logits", logits)
         self._binding.run()
-        return logits[0].astype(np.float32, copy=False)
+        rows_out: Logits = logits[0].astype(np.float32, copy=False)
+        return rows_out
 
     def commit(self, rows: Tokens[int]) -> None:
         self._cache.keep(rows)

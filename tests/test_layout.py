@@ -18,11 +18,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "progress": set(),
+    "cachedir": set(),
     "bundle": {"errors"},
     "devices": {"errors", "bundle"},
     "quant": {"errors", "bundle", "devices"},
-    "export": {"errors", "progress", "bundle", "devices", "quant"},
-    "runtime": {"errors", "progress", "bundle", "devices"},
+    "export": {"errors", "progress", "cachedir", "bundle", "devices", "quant"},
+    "runtime": {"errors", "progress", "cachedir", "bundle", "devices"},
 }
 PROVERS = {"specedge/export/cli.py", "specedge/export/validate.py"}  # the two of export that run bundles
 
