@@ -20,6 +20,8 @@ class Device:
     form: Form
     static: bool
     mask_value: float
+    accuracy_level: int  # of MatMulNBits: 4 computes with int8 activations, 1 with float32
+    default_widths: tuple[int, ...]
     verify_cost: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:

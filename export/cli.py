@@ -43,7 +43,7 @@ def fetch_command(name: str) -> None:
 @click.option("--lookup", is_flag=True, help="Draft by prompt lookup only; every bundle can do that.")
 @click.option("--device", default="cpu", show_default=True, help="Row of the device table.")
 @click.option("--gamma", type=click.IntRange(min=1), help="Verify this many drafts: widths 1 and gamma + 1.")
-@click.option("--widths", help="Widths to verify at, instead of --gamma: 1,5,9 (default).")
+@click.option("--widths", help="Widths to verify at, instead of --gamma: 1,5,9 (default: the device's).")
 @click.option("--context", type=int, help="Tokens a text may have (default: 1024, or what the model was made for).")
 @click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a prefill step.")
 @click.option("--weights", type=click.Choice(["int4", "int8", "fp16", "fp32"]), default="int4", show_default=True)
@@ -184,9 +184,9 @@ def _weight_form(name: str, group: str, symmetric: bool) -> Scheme | str:
     return _FLOATS[name] if name in _FLOATS else Scheme.parse(name, group, symmetric)
 
 
-def _widths(text: str | None) -> tuple[int, ...]:
+def _widths(text: str | None) -> tuple[int, ...] | None:
     if text is None:
-        return (1, 5, 9)
+        return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -43,7 +43,7 @@ class Request:
     output: Path
     draft: str | None = None
     device: str = "cpu"
-    widths: tuple[int, ...] = (1, 5, 9)
+    widths: tuple[int, ...] | None = None  # the device's own
     context: int | None = None  # 1024, or fewer where a model was made for fewer
     chunk: int = 64
     body: Scheme | str = INT4
@@ -53,7 +53,7 @@ class Request:
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 2:
             raise UsageError(f"context {self.context}: expected at least 2, a prompt token and an emitted one")
-        if self.chunk < 1 or not self.widths or min(self.widths) < 1:
+        if self.chunk < 1 or (self.widths is not None and min(self.widths, default=0) < 1):
             raise UsageError(f"chunk {self.chunk}, widths {self.widths}: expected positive numbers")
         if "float16" in (self.body, self.head) and self.body != self.head:
             raise UsageError(
@@ -76,7 +76,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     target = open_checkpoint(request.model)
     draft = open_checkpoint(request.draft) if request.draft else None
     context = _context(request, [checkpoint for checkpoint in (target, draft) if checkpoint])
-    verify = sorted({1, *request.widths})
+    verify = _widths(request, device, context)
     with _new_folder(request.output, request.force) as folder:
         has_tokenizer = target.save_tokenizer(folder)
         roles = {}
@@ -124,7 +124,7 @@ def _write_role(
     progress(f"{role}: graphs", 0, len(steps))
     for done, width in enumerate(steps, 1):
         model = to_onnx.trace(config, device.form, width, context, request.dtype)
-        attach_weights(model, {weight.name: weight for weight in weights}, WEIGHT_FILE)
+        attach_weights(model, {weight.name: weight for weight in weights}, WEIGHT_FILE, device.accuracy_level)
         file = "step.onnx" if width is None else f"step_{width}.onnx"
         to_onnx.write(model, place / file)
         graphs.append(to_onnx.describe(model, f"{role}/{file}", width))
@@ -183,9 +183,16 @@ def _context(request: Request, checkpoints: list[Checkpoint]) -> int:
     context = min(_CONTEXT, most) if request.context is None else request.context
     if context > most:
         raise UsageError(f"context {context}: {least.name} was made for at most {most} positions; use --context {most}")
+    return context
+
+
+def _widths(request: Request, device: Device, context: int) -> list[int]:
+    """Widths to decode and verify at, ascending from 1: those asked for, or what fits of the device's own."""
+    if request.widths is None:
+        return sorted({1, *(width for width in device.default_widths if width <= context)})
     if max(request.widths) > context:
         raise UsageError(f"widths {request.widths}: wider than the context of {context}")
-    return context
+    return sorted({1, *request.widths})
 
 
 def _check_vocabulary(folder: Path, has_tokenizer: bool, target: Checkpoint, draft: Checkpoint) -> None:

@@ -9,15 +9,13 @@ from specedge.export.weights import block_size
 from specedge.quant.scheme import Scheme
 
 _CONTRIB = "com.microsoft"
-# int8 activations: without it a step of two tokens costs 2.7 steps of one.
-_ACCURACY_LEVEL = 4
 
 
-def attach_weights(model: ir.Model, weights: Mapping[str, Weight], location: str) -> None:
+def attach_weights(model: ir.Model, weights: Mapping[str, Weight], location: str, accuracy_level: int) -> None:
     """Turn every weight input of a traced graph into initialisers in the file `location`, and its readers into kernels.
 
     A linear layer arrives as MatMul(x, Transpose(W)) and leaves as MatMulNBits or FusedMatMul; an embedding arrives as
-    Gather(W, ids) and leaves as GatherBlockQuantized over the very bytes the head reads.
+    Gather(W, ids) and leaves as GatherBlockQuantized over the very bytes the head reads. `accuracy_level` is MatMulNBits'.
     """
     graph = model.graph
     for value in list(graph.inputs):
@@ -28,7 +26,7 @@ def attach_weights(model: ir.Model, weights: Mapping[str, Weight], location: str
         if "values" in weight.parts:
             _attach_float(graph, value, weight, location)
         else:
-            _attach_quantized(graph, value, weight, location)
+            _attach_quantized(graph, value, weight, location, accuracy_level)
     model.opset_imports.setdefault(_CONTRIB, 1)
 
 
@@ -42,7 +40,7 @@ def _attach_float(graph: ir.Graph, value: ir.Value, weight: Weight, location: st
         graph.remove(transpose, safe=True)
 
 
-def _attach_quantized(graph: ir.Graph, value: ir.Value, weight: Weight, location: str) -> None:
+def _attach_quantized(graph: ir.Graph, value: ir.Value, weight: Weight, location: str, accuracy_level: int) -> None:
     scheme, block = Scheme.from_name(weight.scheme), block_size(weight)
     rows, columns = weight.shape
     codes = weight.parts["codes"]
@@ -73,7 +71,7 @@ def _attach_quantized(graph: ir.Graph, value: ir.Value, weight: Weight, location
             "block_size": block,
             "K": columns,
             "N": rows,
-            "accuracy_level": _ACCURACY_LEVEL,
+            "accuracy_level": accuracy_level,
         }
         for product in list(node.outputs[0].consumers()):
             _replace(graph, product, "MatMulNBits", [product.inputs[0], data, scales, *zero_points], attributes)

@@ -205,7 +205,7 @@ class Engine:
             if not 0 <= gamma < widest:
                 raise UsageError(f"gamma {gamma}: the bundle verifies up to {widest - 1} drafts; convert with --gamma {gamma}")
             return Fixed(gamma)
-        return Adaptive(self._step_cost, self._draft_cost(), max(self.bundle.manifest.widths), _prior)
+        return Adaptive(self._step_cost, self._draft_cost(), max(self.bundle.manifest.widths))
 
     def _step_cost(self, width: int) -> float:
         """Time of a step over one of width 1; static graphs are padded to the next width there is."""
@@ -320,8 +320,3 @@ def load(
     row = get_device(device or bundle.manifest.device)
     draft_row = get_device(draft_device) if draft_device else row
     return Engine(bundle, row, draft_row, drafter, threads)
-
-
-def _prior(evidence: int) -> float:
-    """Acceptance expected before anything was seen: a long match of the text says more than a short one."""
-    return 0.5 if evidence == 0 else min(0.3 + 0.1 * evidence, 0.8)
