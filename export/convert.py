@@ -210,16 +210,16 @@ def _hash_files(folder: Path) -> dict[str, File]:
 @contextlib.contextmanager
 def _new_folder(output: Path, force: bool) -> Iterator[Path]:
     """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails."""
-    output = output.absolute()
+    output = output.resolve()  # a link stays a link
     if output.exists() and not force:
         raise SpecedgeError(f"{output}: exists already; choose another -o or add --force")
     if output.exists() and not (output / bundles.MANIFEST).is_file():
         raise SpecedgeError(f"{output}: exists and is no bundle; --force replaces bundles only, choose another -o")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(output)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    partial.mkdir()
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(output)
+        partial.mkdir()
         yield partial
         if output.exists():
             replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
@@ -238,7 +238,8 @@ def _sweep(output: Path) -> None:
     """Remove what a killed conversion to the same place left, and put back the bundle it was about to replace."""
     for leftover in output.parent.iterdir():
         name, _, owner = leftover.name.rpartition("-")
-        if not owner.isdigit() or _alive(int(owner)):
+        ours = name in (f".{output.name}.partial", f".{output.name}.replaced") and owner.isdecimal()
+        if not ours or (int(owner) != os.getpid() and _alive(int(owner))):  # in a container the next one has our number
             continue
         if name == f".{output.name}.replaced" and not output.exists():  # killed between two renames
             leftover.rename(output)
@@ -251,7 +252,7 @@ def _alive(process: int) -> bool:
         return True
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         return True

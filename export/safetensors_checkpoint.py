@@ -114,7 +114,7 @@ def _check_settings(folder: Path) -> None:
 def _task_of(architecture: str) -> str | None:
     try:
         return str(TasksManager.infer_task_from_model(getattr(transformers, architecture)))
-    except (AttributeError, ValueError):  # not a class of transformers, or one without a task
+    except (AttributeError, TypeError, ValueError):  # not a class of transformers, or one without a task
         return None
 
 

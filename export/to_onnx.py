@@ -25,7 +25,7 @@ OPSET = 23  # the first with RMSNormalization
 _TYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str) -> bytes:
     """Serialised step graph whose weights are still graph inputs, named as in the checkpoint.
 
@@ -111,7 +111,9 @@ def _example(
     )
     vary: tuple[dict[int, object], ...] = ({}, {}, {}, {})
     if width is None:
-        step, total = torch.export.Dim("T", min=1, max=context), torch.export.Dim("total", min=1, max=context)
+        step, total = (
+            torch.export.Dim(name, min=1, max=max(context, slots)) for name in ("T", "total")
+        )  # the example must fit
         vary = ({1: step}, {2: step}, {2: step}, {2: step, 3: total})
     return inputs, (*vary, [({}, {})] * config.layers, ({},) * len(lengths))
 

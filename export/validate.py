@@ -1,5 +1,7 @@
 """Does a bundle still compute what its checkpoint says? Weights, logits and greedy ids, against transformers in float32."""
 
+import contextlib
+import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,9 +107,11 @@ def validate(
     Raises:
         SpecedgeError: The bundle or a reference cannot be opened, or they are models of different shape.
     """
-    progress("validate", 0, 4)
+    progress("validate", 0, 1)
     engine = load(path, device, draft_device)
     bundle = engine.bundle
+    gammas = [width - 1 for width in bundle.manifest.widths if width > 1]
+    stages = 3 + len(bundle.manifest.drafters) * len(gammas)
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = []
     text = _text(engine)
@@ -117,10 +121,10 @@ def validate(
         checks += draft_checks
     elif "draft" in bundle.manifest.roles:
         notes.append("the draft's logits were not compared: --draft-reference names its checkpoint")
-    progress("validate", 1, 4)
+    progress("validate", 1, stages)
     target_checks, quality, model = _check_role(bundle, "target", engine.target, open_checkpoint(reference), text)
     checks += target_checks
-    progress("validate", 2, 4)
+    progress("validate", 2, stages)
     quantised = is_quantised(bundle, "target")
     widths = width_agreement(engine, text[: 4 * max(bundle.manifest.widths) + 3])
     limit = _QUANTISED_WIDTH_LIMIT if quantised else _LOGITS_LIMIT[engine.target.role.kv.dtype]
@@ -129,14 +133,13 @@ def validate(
     requests = _requests(engine, prompts)
     if not quantised:
         checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * quality.logits_max_abs))
-    progress("validate", 3, 4)
-    greedy = [
-        _check_speculative_greedy(load(path, device, draft_device, drafter), requests, tokens, width - 1, 2 * agreement)
-        for drafter in bundle.manifest.drafters
-        for width in bundle.manifest.widths
-        if width > 1
-    ]
-    progress("validate", 4, 4)
+    progress("validate", 3, stages)
+    greedy = []
+    for drafter in bundle.manifest.drafters:
+        speculative = load(path, device, draft_device, drafter)
+        for gamma in gammas:
+            greedy.append(_check_speculative_greedy(speculative, requests, tokens, gamma, 2 * agreement))
+            progress("validate", 3 + len(greedy), stages)
     compared = sum(found.tokens for _, found in greedy)
     return Report(
         checks=(*checks, *(check for check, _ in greedy)),
@@ -163,7 +166,7 @@ def _check_role(
     allowed = min(bundle.manifest.allowed_ids, bundle.role(role).vocab_size)
     windows = [range(min(3 * sequence.role.chunk, len(text))), range(max(len(text) - _END, 0), len(text))]
     rows = [row for window in windows for row in window]
-    model = checkpoint.load_reference()
+    model = _load_quietly(checkpoint)
     truth = _reference_logits(model, text, rows)[:, :allowed]
     quantised = is_quantised(bundle, role)
     if quantised:
@@ -180,6 +183,12 @@ def _check_role(
             limit = _LOGITS_LIMIT[sequence.role.kv.dtype]
             checks.append(Check("logits_max_abs", graph, float(np.abs(found - truth).max()), limit))
     return checks, _quality(truth, found, text, windows[0]), model
+
+
+def _load_quietly(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The reference, without the bars transformers draws between ours."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        return checkpoint.load_reference()
 
 
 def _check_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Check:

@@ -173,9 +173,7 @@ def _chat_ids(engine: Engine, text: str) -> list[int]:
 
 def show_bench(output: Output, results: dict[str, Any]) -> None:
     """The comparison as a table."""
-    table = rich.table.Table(
-        "prompts", "drafter", "plain tok/s", "speculative tok/s", "speedup", "tokens/round", "accepted", "same ids"
-    )
+    table = rich.table.Table("prompts", "drafter", "plain", "speculative", "speedup", "tokens/round", "accepted", "same ids")
     for name, drafters in results["sets"].items():
         for drafter, row in drafters.items():
             side = row["speculative"]
@@ -183,8 +181,8 @@ def show_bench(output: Output, results: dict[str, Any]) -> None:
             table.add_row(
                 name,
                 drafter,
-                f"{row['plain']['tokens_per_s']:.1f}",
-                f"{side['tokens_per_s']:.1f}",
+                f"{row['plain']['tokens_per_s']:.1f} tok/s",
+                f"{side['tokens_per_s']:.1f} tok/s",
                 f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
                 f"{side['tokens_per_round']:.2f}",
                 f"{side['acceptance']:.0%} of {side['drafted']}",

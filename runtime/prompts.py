@@ -1,4 +1,4 @@
-"""Built-in prompts: everyday questions, and tasks whose answers copy from the prompt."""
+"""Built-in prompts: everyday questions, and tasks that even a small model answers by copying from the prompt."""
 
 CHAT = (
     "Why is the sky blue?",
@@ -39,7 +39,12 @@ _LETTER = (
     "expect to be finished by noon. The work will cost one hundred and eighty euros, and you can pay within thirty days."
 )
 
-COPY = tuple(f"Repeat the following text exactly, word for word:\n\n{text}" for text in (_NOTICE, _RECIPE, _CODE, _LETTER))
+COPY = (
+    f"Repeat the following text exactly, word for word:\n\n{_NOTICE}",
+    f'Copy this text:\n\n"{_CODE}"',
+    f"{_NOTICE}\n\n{_NOTICE}\n\nWrite the text above once more.",
+    f"Here is a text:\n\n{_CODE}\n\nWrite the text again, without any change.",
+)
 
 PROSE = " ".join((_NOTICE, _RECIPE, _LETTER))
 """Plain text to read through a model when its logits are compared."""

@@ -44,7 +44,9 @@ class Output:
 
     def __init__(self, json_file: str | None) -> None:
         self._json_file = json_file
-        self.console = rich.console.Console(stderr=json_file == "-", highlight=False)
+        console = rich.console.Console(stderr=json_file == "-", highlight=False)
+        # in a pipe or a file nobody can widen the window: room for the widest table
+        self.console = console if console.is_terminal else rich.console.Console(file=console.file, highlight=False, width=120)
 
     def write(self, text: str) -> None:
         """Text as it comes, unformatted."""

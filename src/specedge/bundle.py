@@ -164,7 +164,7 @@ def open_bundle(path: str | Path) -> Bundle:
         data = json.loads(manifest_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SpecedgeError(f"{manifest_path}: not found; expected a bundle made by spec-export convert") from None
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise SpecedgeError(f"{manifest_path}: cannot be read ({error}); convert the model again") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:

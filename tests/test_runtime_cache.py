@@ -1,0 +1,190 @@
+"""Laws of the KV cache: it holds the columns that were kept, in order, whatever was written, rejected or forgotten."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bundles
+from specedge.bundle import KVLayout, open_bundle
+from specedge.devices.table import get_device
+from specedge.runtime import model as models
+from specedge.runtime.cache import KVCache
+from specedge.runtime.tree import ROOT, TokenTree
+from tiny import f_rand, hf_logits
+
+LAYOUT = KVLayout(layers=2, heads=3, slots=13, head_dim=2, dtype="float32")
+CONTEXT = 12  # one slot to spare, as the in-place form has
+NAMES = ["key_0", "value_0", "key_1", "value_1"]
+
+
+def columns(tags: Sequence[int]) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    """New KV [1, K, T, D] in which every number tells its column's tag, buffer, head and dimension."""
+    tag = np.asarray(tags, np.float32)[None, None, :, None]
+    place = np.arange(LAYOUT.heads * LAYOUT.head_dim, dtype=np.float32).reshape(1, LAYOUT.heads, 1, LAYOUT.head_dim)
+    return {name: 100 * tag + 10 * index + place for index, name in enumerate(NAMES)}
+
+
+def check(cache: KVCache, tags: Sequence[int]) -> None:
+    """The cache holds just the columns of these tags."""
+    assert cache.length == len(tags)
+    expected = columns(tags)
+    for name, buffer in cache.buffers():
+        np.testing.assert_array_equal(buffer[:, :, : len(tags)], expected[name])
+
+
+def write_behind(cache: KVCache, tags: Sequence[int]) -> None:
+    """What a step of the in-place form does: its columns go into the buffers themselves, behind what is committed."""
+    for name, buffer in cache.buffers():
+        buffer[:, :, cache.length : cache.length + len(tags)] = columns(tags)[name]
+
+
+def test_the_buffers_come_in_layer_order_and_start_as_zeros() -> None:
+    cache = KVCache(LAYOUT, CONTEXT)
+    assert [name for name, _ in cache.buffers()] == NAMES
+    assert all(buffer.shape == (1, 3, 13, 2) and not buffer.any() for _, buffer in cache.buffers())
+
+
+# (tokens of the step, rows that are kept of it in path order, how far the cache is cut back afterwards)
+steps = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=6, unique=True).map(sorted), st.integers(0, 3)),
+    max_size=8,
+)
+
+
+@given(steps, st.booleans())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_it_holds_what_was_kept_in_order(steps: list[tuple[int, list[int], int]], in_place: bool) -> None:
+    """Chains and trees alike: the rows kept of a tree are ascending, with gaps."""
+    cache, text, tag = KVCache(LAYOUT, CONTEXT), list[int](), 0
+    for width, rows, cut in steps:
+        kept = [row for row in rows if row < width]
+        if cache.length + width > CONTEXT:
+            continue
+        new = list(range(tag + 1, tag + width + 1))
+        tag += width
+        if in_place:
+            write_behind(cache, new)
+            cache.keep(kept)
+        else:
+            cache.append(columns(new), kept)
+        text += [new[row] for row in kept]
+        check(cache, text)
+        text = text[: max(len(text) - cut, 0)]
+        cache.truncate(len(text))
+        check(cache, text)
+
+
+def test_rejected_columns_are_never_copied() -> None:
+    cache = KVCache(LAYOUT, CONTEXT)
+    cache.append(columns([1, 2, 3, 4]), [0, 2])
+    assert all(not buffer[:, :, 2:].any() for _, buffer in cache.buffers())
+
+
+def test_a_range_is_as_good_as_a_list() -> None:
+    one, other = KVCache(LAYOUT, CONTEXT), KVCache(LAYOUT, CONTEXT)
+    one.append(columns([1, 2, 3]), range(2))
+    write_behind(other, [1, 2, 3])
+    other.keep(range(2))
+    check(one, [1, 2])
+    check(other, [1, 2])
+
+
+def test_more_than_the_context_is_refused_and_changes_nothing() -> None:
+    cache = KVCache(LAYOUT, CONTEXT)
+    cache.append(columns(range(1, 11)), range(10))
+    for full in (lambda: cache.append(columns([7, 8, 9]), range(3)), lambda: cache.keep(range(3))):
+        with pytest.raises(ValueError, match="3 more columns after 10 do not fit a context of 12"):
+            full()
+    check(cache, range(1, 11))
+    cache.append(columns([11, 12]), range(2))
+    check(cache, range(1, 13))
+
+
+@pytest.mark.parametrize("length", [-1, 4])
+def test_only_what_is_there_can_be_forgotten(length: int) -> None:
+    cache = KVCache(LAYOUT, CONTEXT)
+    cache.append(columns([1, 2, 3]), range(3))
+    with pytest.raises(ValueError, match=f"cache of 3 columns to {length}"):
+        cache.truncate(length)
+    check(cache, [1, 2, 3])
+
+
+def test_a_new_text_is_not_spoilt_by_a_nan_of_the_last() -> None:
+    """A mask is added to a score: it hides numbers, but not a NaN."""
+    cache = KVCache(LAYOUT, CONTEXT)
+    cache.append({name: np.full((1, 3, 4, 2), np.nan, np.float32) for name in NAMES}, range(4))
+    cache.truncate(0)
+    assert not any(np.isnan(buffer).any() for _, buffer in cache.buffers())
+
+
+# ---- a sequence over real graphs
+
+TEXT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
+TREE = TokenTree((43, 38, 32, 79, 50, 28), (ROOT, ROOT, 0, 0, 1, 3))
+PATH = (0, 3, 5)  # 43, 79, 28
+
+
+@pytest.fixture(scope="module", params=["cpu", "cpu-static"])
+def sequence(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> models.Sequence:
+    place = tmp_path_factory.mktemp("cache")
+    f_rand(place / "model", eos_token_id=None)
+    path = bundles.make(place / "model", place / "bundle", device=request.param, widths=(1, 4), context=128)
+    return models.Model(open_bundle(path), "target", get_device(request.param), 1).sequence()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], np.ndarray]:  # type: ignore[type-arg]
+    """transformers' logits after a text, for every branch of the tree."""
+    model = f_rand(Path(), save=False, eos_token_id=None)
+    texts = [tuple(TEXT)]
+    for token, parent in zip(TREE.tokens, TREE.parents, strict=True):
+        texts.append((*texts[parent + 1], token))
+    return {text: hf_logits(model, text)[-1] for text in texts}
+
+
+def test_a_tree_is_all_its_branches_at_once(sequence: models.Sequence, reference: dict[tuple[int, ...], np.ndarray]) -> None:  # type: ignore[type-arg]
+    sequence.truncate(0)
+    sequence.prefill(TEXT[:-1])
+    rows = sequence.step([TEXT[-1], *TREE.tokens], TREE)
+    np.testing.assert_allclose(rows, list(reference.values()), atol=1e-4)
+    assert sequence.length == len(TEXT) - 1
+
+
+def test_after_a_tree_the_text_is_the_path_that_was_kept(sequence: models.Sequence) -> None:
+    model = f_rand(Path(), save=False, eos_token_id=None)
+    sequence.truncate(0)
+    sequence.prefill(TEXT[:-1])
+    sequence.step([TEXT[-1], *TREE.tokens], TREE)
+    sequence.commit([0, *(node + 1 for node in PATH)])
+    kept = [*TEXT, *(TREE.tokens[node] for node in PATH)]
+    assert sequence.length == len(kept)
+    for token in (5, 6, 7):  # and it goes on from there
+        kept.append(token)
+        row = sequence.step([token])[0]
+        sequence.commit([0])
+        np.testing.assert_allclose(row, hf_logits(model, kept)[-1], atol=1e-4)
+
+
+def test_a_step_commits_nothing_by_itself(sequence: models.Sequence) -> None:
+    sequence.truncate(0)
+    sequence.prefill(TEXT)
+    first = sequence.step([5, 6, 7]).copy()
+    sequence.step([9, 9, 9])
+    assert sequence.length == len(TEXT)
+    np.testing.assert_array_equal(sequence.step([5, 6, 7]), first)
+
+
+def test_steps_that_do_not_fit_are_refused(sequence: models.Sequence) -> None:
+    sequence.truncate(0)
+    with pytest.raises(ValueError, match="wider than the widest graph, 8"):
+        sequence.step([3] * 9)
+    with pytest.raises(ValueError, match="a step of 0 tokens"):
+        sequence.step([])
+    sequence.prefill([index % 100 for index in range(126)])
+    assert sequence.step([3, 4]).shape == (2, 128)
+    with pytest.raises(ValueError, match="a step of 3 tokens after 126 does not fit a context of 128"):
+        sequence.step([3, 4, 5])
