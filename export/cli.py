@@ -9,9 +9,10 @@ import click
 import rich.table
 
 from specedge import __version__
+from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError, UsageError
-from specedge.quant.scheme import Scheme
-from specedge.runtime.bench import bench
+from specedge.quant.scheme import GROUPS, Scheme
+from specedge.runtime.bench import as_dict, bench
 from specedge.runtime.cli import BUNDLE, COMMANDS, prompt_sets, show_bench, show_bundle
 from specedge.runtime.generate import load
 from specedge.runtime.inspect import inspect
@@ -47,7 +48,7 @@ def fetch_command(name: str) -> None:
 @click.option("--context", type=int, help="Tokens a text may have (default: 1024, or what the model was made for).")
 @click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a prefill step.")
 @click.option("--weights", type=click.Choice(["int4", "int8", "fp16", "fp32"]), default="int4", show_default=True)
-@click.option("--group", default="32", show_default=True, help="Weights per scale: 16, 32, 64, 128 or channel.")
+@click.option("--group", type=click.Choice(list(GROUPS)), default="32", show_default=True, help="Weights per scale.")
 @click.option("--asymmetric", is_flag=True, help="A zero point per group.")
 @click.option(
     "--head-weights",
@@ -98,10 +99,10 @@ def convert_command(
 def _convert(request: Any, output: Output) -> dict[str, object]:
     start = time.perf_counter()
     with output.progress() as progress:
-        bundle = _export("convert").convert(request, progress)
-    results = inspect(bundle) | {"seconds": time.perf_counter() - start, "peak_rss_bytes": peak_rss()}
-    show_bundle(output, bundle.path, results)
-    return results
+        bundle: Bundle = _export("convert").convert(request, progress)
+    seconds = time.perf_counter() - start
+    show_bundle(output, bundle)
+    return inspect(bundle) | {"seconds": seconds, "peak_rss_bytes": peak_rss()}
 
 
 @main.command("validate")
@@ -174,8 +175,8 @@ def demo_command(output: Path, json_file: str | None) -> None:
     engine = load(output)
     with out.progress() as progress:
         results = bench(engine, prompt_sets(engine), progress=progress)
-    show_bench(out, results)
-    out.json({"convert": converted, "validate": report.as_dict(), "bench": results})
+    show_bench(out, engine.drafter_name, results)
+    out.json({"convert": converted, "validate": report.as_dict(), "bench": as_dict(engine, results)})
     if not report.passed:
         raise click.exceptions.Exit(1)
 

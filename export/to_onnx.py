@@ -111,9 +111,8 @@ def _example(
     )
     vary: tuple[dict[int, object], ...] = ({}, {}, {}, {})
     if width is None:
-        step, total = (
-            torch.export.Dim(name, min=1, max=max(context, slots)) for name in ("T", "total")
-        )  # the example must fit
+        most = max(context, slots)  # the example must fit
+        step, total = torch.export.Dim("T", min=1, max=most), torch.export.Dim("total", min=1, max=most)
         vary = ({1: step}, {2: step}, {2: step}, {2: step, 3: total})
     return inputs, (*vary, [({}, {})] * config.layers, ({},) * len(lengths))
 

@@ -31,12 +31,13 @@ class Agreement:
         return self.mismatch is None and self.near_ties <= allowed
 
 
-def walk(sequence: ModelSequence, ids: Sequence[int], width: int) -> Logits:
-    """Logits [len(ids), V] of a text read from its start in steps of `width`."""
+def walk(sequence: ModelSequence, text: Sequence[int], width: int, start: int = 0) -> Logits:
+    """Logits [len(text) - start, V] of a text read in steps of `width` from `start` on, behind a prefilled beginning."""
     sequence.truncate(0)
+    sequence.prefill(text[:start])
     rows = []
-    for start in range(0, len(ids), width):
-        piece = ids[start : start + width]
+    for first in range(start, len(text), width):
+        piece = text[first : first + width]
         rows.append(sequence.step(piece).copy())
         sequence.commit(range(len(piece)))
     return np.concatenate(rows)

@@ -9,13 +9,14 @@ from statistics import median
 
 from specedge.progress import Progress, silent
 from specedge.runtime.agreement import compare_greedy, width_agreement
-from specedge.runtime.generate import Engine, Stats
+from specedge.runtime.generate import Engine
+from specedge.runtime.results import Stats
 from specedge.runtime.sample import Sampling
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the requests of one side."""
+    """Sums over the requests of one side; host time is what the graphs, the drafter's included, did not take."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -28,9 +29,42 @@ class _Totals:
         self.host_seconds += stats.decode_seconds - stats.verify_seconds - drafter_computes * stats.draft_seconds
         self.per_round += stats.per_round
 
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One drafter on one set of prompts. Speeds in tokens per second without prefill; `host_fraction` is the share of a
+    speculative round spent outside the graphs; `speedup` is the median over prompts and repeats, `speedup_range` its extremes.
+    """
+
+    plain_speed: float
+    speculative_speed: float
+    tokens_per_round: float
+    acceptance: float
+    drafted: int
+    accepted_by_position: list[float]
+    host_fraction: float
+    speedup: float
+    speedup_range: tuple[float, float]
+    identical_greedy: bool
+    near_ties: int
+
+    def as_dict(self) -> dict[str, object]:
+        """The keys of the JSON contract (design.md §5)."""
+        return {
+            "plain": {"tokens_per_s": self.plain_speed},
+            "speculative": {
+                "tokens_per_s": self.speculative_speed,
+                "tokens_per_round": self.tokens_per_round,
+                "acceptance": self.acceptance,
+                "drafted": self.drafted,
+                "accepted_by_position": self.accepted_by_position,
+                "host_fraction": self.host_fraction,
+            },
+            "speedup": self.speedup,
+            "speedup_range": list(self.speedup_range),
+            "identical_greedy": self.identical_greedy,
+            "near_ties": self.near_ties,
+        }
 
 
 def bench(
@@ -40,49 +74,59 @@ def bench(
     gamma: int | None = None,
     repeats: int = 2,
     progress: Progress = silent,
-) -> dict[str, object]:
-    """Greedy tokens per second of every prompt set, plain and speculative in turn, prefill left out.
-
-    `speedup` is the median over prompts and repeats of speculative over plain speed, `speedup_range` its extremes;
-    `identical_greedy` says whether the ids were the same, near-ties aside (design.md §4.4).
-    """
+) -> dict[str, Comparison]:
+    """Greedy decoding of every set of prompts, plain and speculative in turn; which comes first alternates."""
     first = next(iter(prompt_sets.values()))[0]
     for speculate in (False, True):
         engine.generate(list(first), Sampling(), 8, gamma=gamma, speculate=speculate)
     tie = 2 * max(width_agreement(engine, list(first)[:64]).values(), default=0.0)
-    total = sum(len(prompts) for prompts in prompt_sets.values()) * repeats
-    done = 0
-    results: dict[str, object] = {}
-    for name, prompts in prompt_sets.items():
-        plain, speculative, ratios = _Totals(), _Totals(), []
-        identical, near_ties = True, 0
-        for prompt in prompts:
-            for repeat in range(repeats):
-                progress(f"bench: {name}", done, total)
-                pair = {}
-                for speculate in (False, True) if repeat % 2 == 0 else (True, False):
-                    pair[speculate] = engine.generate(
-                        list(prompt), Sampling(), max_new_tokens, gamma=gamma, speculate=speculate
-                    )
-                plain.add(pair[False].stats, False)
-                speculative.add(pair[True].stats, engine.drafter_name != "lookup")
-                ratios.append(_speed(pair[True].stats) / _speed(pair[False].stats))
-                done += 1
-                if repeat == 0 and pair[True].ids != pair[False].ids:
-                    agreement = compare_greedy(engine, prompt, max_new_tokens, gamma, tie)
-                    identical, near_ties = identical and agreement.passed, near_ties + agreement.near_ties
-        results[name] = {
-            engine.drafter_name: {
-                "plain": {"tokens_per_s": plain.speed},
-                "speculative": _describe(speculative),
-                "speedup": median(ratios),
-                "speedup_range": [min(ratios), max(ratios)],
-                "identical_greedy": identical,
-                "near_ties": near_ties,
-            }
-        }
-        progress(f"bench: {name}", done, total)
-    return {"environment": environment(engine), "sets": results}
+    return {
+        name: _compare(engine, name, prompts, max_new_tokens, gamma, repeats, tie, progress)
+        for name, prompts in prompt_sets.items()
+    }
+
+
+def _compare(
+    engine: Engine,
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    gamma: int | None,
+    repeats: int,
+    tie: float,
+    progress: Progress,
+) -> Comparison:
+    totals = {False: _Totals(), True: _Totals()}
+    drafter_computes = engine.drafter_name != "lookup"
+    ratios: list[float] = []
+    identical, near_ties = True, 0
+    progress(f"bench: {name}", 0, len(prompts) * repeats)
+    for prompt in prompts:
+        for repeat in range(repeats):
+            found = {}
+            for speculate in (False, True) if repeat % 2 == 0 else (True, False):
+                found[speculate] = engine.generate(list(prompt), Sampling(), max_new_tokens, gamma=gamma, speculate=speculate)
+                totals[speculate].add(found[speculate].stats, drafter_computes and speculate)
+            ratios.append(found[True].stats.tokens_per_second / found[False].stats.tokens_per_second)
+            progress(f"bench: {name}", len(ratios), len(prompts) * repeats)
+        if found[True].ids != found[False].ids:
+            agreement = compare_greedy(engine, prompt, max_new_tokens, gamma, tie)
+            identical, near_ties = identical and agreement.passed, near_ties + agreement.near_ties
+    plain, speculative = totals[False], totals[True]
+    together = Stats(tokens=speculative.tokens, per_round=speculative.per_round)
+    return Comparison(
+        plain_speed=plain.tokens / plain.seconds,
+        speculative_speed=speculative.tokens / speculative.seconds,
+        tokens_per_round=together.tokens_per_round,
+        acceptance=together.accepted / together.drafted if together.drafted else 0.0,
+        drafted=together.drafted,
+        accepted_by_position=together.accepted_by_position,
+        host_fraction=speculative.host_seconds / speculative.seconds,
+        speedup=median(ratios),
+        speedup_range=(min(ratios), max(ratios)),
+        identical_greedy=identical,
+        near_ties=near_ties,
+    )
 
 
 def environment(engine: Engine) -> dict[str, object]:
@@ -94,23 +138,13 @@ def environment(engine: Engine) -> dict[str, object]:
         "python": platform.python_version(),
         "onnxruntime": version("onnxruntime"),
         "device": engine.device.name,
+        "drafter": engine.drafter_name,
         "widths": list(engine.bundle.manifest.widths),
         "source": engine.bundle.manifest.sources["target"].name,
     }
 
 
-def _describe(totals: _Totals) -> dict[str, object]:
-    drafted, accepted = (sum(counts) for counts in zip(*totals.per_round, strict=True))
-    merged = Stats(per_round=totals.per_round)
-    return {
-        "tokens_per_s": totals.speed,
-        "tokens_per_round": totals.tokens / len(totals.per_round),
-        "acceptance": accepted / drafted if drafted else 0.0,
-        "drafted": drafted,
-        "accepted_by_position": merged.accepted_by_position,
-        "host_fraction": totals.host_seconds / totals.seconds,
-    }
-
-
-def _speed(stats: Stats) -> float:
-    return stats.tokens / stats.decode_seconds
+def as_dict(engine: Engine, results: Mapping[str, Comparison]) -> dict[str, object]:
+    """The JSON of a run: sets by name, then drafters."""
+    sets = {name: {engine.drafter_name: result.as_dict()} for name, result in results.items()}
+    return {"environment": environment(engine), "sets": sets}

@@ -1,19 +1,20 @@
 """The commands a plain install can run: generate, bench, inspect, plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import rich.table
 
-from specedge.bundle import open_bundle
+from specedge.bundle import Bundle, open_bundle
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime import prompts
-from specedge.runtime.bench import bench
-from specedge.runtime.generate import Engine, Result, load
-from specedge.runtime.inspect import inspect
+from specedge.runtime.bench import Comparison, as_dict, bench
+from specedge.runtime.generate import Engine, load
+from specedge.runtime.inspect import inspect, weight_bytes
 from specedge.runtime.plan import break_even, expected_tokens, speedup
+from specedge.runtime.results import Result
 from specedge.runtime.sample import Sampling
 from specedge.runtime.terminal import Output, json_option, size
 from specedge.runtime.text import Prompt
@@ -93,10 +94,9 @@ def generate_command(
 
 def _show_stats(output: Output, result: Result) -> None:
     stats = result.stats
-    speed = stats.tokens / stats.decode_seconds if stats.decode_seconds else 0.0
     output.console.print(
         f"{stats.tokens} tokens in {stats.rounds} rounds ({stats.tokens_per_round:.2f} per round), {stats.accepted} of "
-        f"{stats.drafted} drafts accepted, {speed:.1f} tokens/s after {stats.prefill_seconds:.2f} s for "
+        f"{stats.drafted} drafts accepted, {stats.tokens_per_second:.1f} tokens/s after {stats.prefill_seconds:.2f} s for "
         f"{stats.prompt_tokens} prompt tokens; ended by {result.finish_reason}"
     )
 
@@ -143,8 +143,8 @@ def bench_command(
     sets = prompt_sets(engine, prompts_file)
     with output.progress() as progress:
         results = bench(engine, sets, max_new_tokens, gamma, repeats, progress)
-    show_bench(output, results)
-    output.json(results)
+    show_bench(output, engine.drafter_name, results)
+    output.json(as_dict(engine, results))
 
 
 def prompt_sets(engine: Engine, file: Path | None = None) -> dict[str, list[list[int]]]:
@@ -171,23 +171,21 @@ def _chat_ids(engine: Engine, text: str) -> list[int]:
     return engine.encode([{"role": "user", "content": text}] if chat else text)
 
 
-def show_bench(output: Output, results: dict[str, Any]) -> None:
+def show_bench(output: Output, drafter: str, results: Mapping[str, Comparison]) -> None:
     """The comparison as a table."""
     table = rich.table.Table("prompts", "drafter", "plain", "speculative", "speedup", "tokens/round", "accepted", "same ids")
-    for name, drafters in results["sets"].items():
-        for drafter, row in drafters.items():
-            side = row["speculative"]
-            low, high = row["speedup_range"]
-            table.add_row(
-                name,
-                drafter,
-                f"{row['plain']['tokens_per_s']:.1f} tok/s",
-                f"{side['tokens_per_s']:.1f} tok/s",
-                f"{row['speedup']:.2f}x ({low:.2f}-{high:.2f})",
-                f"{side['tokens_per_round']:.2f}",
-                f"{side['acceptance']:.0%} of {side['drafted']}",
-                "yes" if row["identical_greedy"] else "NO",
-            )
+    for name, result in results.items():
+        low, high = result.speedup_range
+        table.add_row(
+            name,
+            drafter,
+            f"{result.plain_speed:.1f} tok/s",
+            f"{result.speculative_speed:.1f} tok/s",
+            f"{result.speedup:.2f}x ({low:.2f}-{high:.2f})",
+            f"{result.tokens_per_round:.2f}",
+            f"{result.acceptance:.0%} of {result.drafted}",
+            "yes" if result.identical_greedy else "NO",
+        )
     output.console.print(table)
 
 
@@ -197,22 +195,23 @@ def show_bench(output: Output, results: dict[str, Any]) -> None:
 def inspect_command(bundle: Path, json_file: str | None) -> None:
     """Show what a BUNDLE holds."""
     output = Output(json_file)
-    results = inspect(open_bundle(bundle))
-    show_bundle(output, bundle, results)
-    output.json(results)
+    opened = open_bundle(bundle)
+    show_bundle(output, opened)
+    output.json(inspect(opened))
 
 
-def show_bundle(output: Output, path: Path, results: dict[str, Any]) -> None:
+def show_bundle(output: Output, bundle: Bundle) -> None:
     """A bundle in a few lines."""
-    print_ = output.console.print
-    print_(f"{path}: {size(results['bytes'])} for device {results['device']}")
-    for role, source in results["sources"].items():
-        print_(f"  {role}: {source}, licence {results['licenses'][role] or 'not stated'}")
-    print_(f"  widths {results['widths']}, context {results['context']}, drafters {', '.join(results['drafters'])}")
-    for graph in results["graphs"]:
-        width = "any width" if graph["width"] is None else f"width {graph['width']}"
-        print_(f"  {graph['file']}: {width}, {sum(graph['ops'].values())} nodes")
-    for scheme, count in results["weights"].items():
+    manifest, print_ = bundle.manifest, output.console.print
+    print_(f"{bundle.path}: {size(sum(file.bytes for file in manifest.files.values()))} for device {manifest.device}")
+    for role, source in manifest.sources.items():
+        print_(f"  {role}: {source.name}, licence {source.license or 'not stated'}")
+    print_(f"  widths {list(manifest.widths)}, context {manifest.context}, drafters {', '.join(manifest.drafters)}")
+    for record in manifest.roles.values():
+        for graph in record.graphs:
+            width = "any width" if graph.width is None else f"width {graph.width}"
+            print_(f"  {graph.file}: {width}, {sum(graph.ops.values())} nodes")
+    for scheme, count in weight_bytes(bundle).items():
         print_(f"  weights {scheme}: {size(count)}")
 
 

@@ -44,9 +44,10 @@ class Output:
 
     def __init__(self, json_file: str | None) -> None:
         self._json_file = json_file
-        console = rich.console.Console(stderr=json_file == "-", highlight=False)
-        # in a pipe or a file nobody can widen the window: room for the widest table
-        self.console = console if console.is_terminal else rich.console.Console(file=console.file, highlight=False, width=120)
+        # no markup: a path may hold [brackets] and :colons:
+        self.console = rich.console.Console(stderr=json_file == "-", highlight=False, markup=False, emoji=False)
+        if not self.console.is_terminal:
+            self.console.width = 120  # in a pipe or a file nobody can widen the window: room for the widest table
 
     def write(self, text: str) -> None:
         """Text as it comes, unformatted."""

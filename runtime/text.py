@@ -1,5 +1,6 @@
 """Text at the edges: tokenizer, chat template, and text that grows token by token."""
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,8 +44,11 @@ class Tokenizer:
         """The chat template over `messages`, ready for the answer; sandboxed, as templates come with models."""
         if self._template is None:
             raise SpecedgeError("chat messages: the bundle has no chat template; pass text or token ids")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        environment.filters["tojson"] = _to_json
         try:
             return environment.from_string(self._template).render(
                 messages=list(messages), add_generation_prompt=True, **self._special
@@ -128,6 +132,15 @@ def _read(bundle: Bundle, name: str) -> str | None:
 def _token_text(value: Any) -> str:
     """tokenizer_config.json writes a special token as text or as a record with its text."""
     return str(value["content"]) if isinstance(value, dict) else str(value or "")
+
+
+# What the templates of Hugging Face checkpoints may call.
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _refuse(message: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import os
 import signal
 import subprocess
@@ -267,7 +268,7 @@ BASE = {"rope_type": "default", "rope_theta": 500000.0}
 
 def test_the_rope_base_is_found_wherever_it_stands(models: Models, tmp_path: Path):  # B06
     folder, model = models(eos_token_id=None, rope_parameters=BASE)
-    config = tiny.json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     del config["rope_parameters"]
     forms = [{"rope_theta": 500000}, {"rope_parameters": BASE}, {"rope_parameters": BASE, "rope_theta": 10000}]
     truth = tiny.hf_greedy(model, TEXT[:60], 16)
@@ -472,8 +473,8 @@ ODD = {
 @devices
 @pytest.mark.parametrize(
     ("widths", "chunk", "context", "steps"),
-    [((1,), 1, 16, {1}), ((4, 4, 1, 4), 2, 16, {1, 4}), ((2,), 400, 16, {1, 2, 16}), ((2,), 1, 2, {1, 2})],
-    ids=["one by one", "duplicates", "chunk beyond context", "context 2"],
+    [((1,), 1, 16, {1}), ((4, 4, 1, 4), 400, 16, {1, 4, 16}), ((2,), 1, 2, {1, 2})],
+    ids=["one by one", "duplicates, chunk beyond context", "context 2"],
 )
 def test_odd_shapes(
     models: Models, device: str, widths: tuple[int, ...], chunk: int, context: int, steps: set[int], tmp_path: Path
@@ -564,7 +565,8 @@ def test_a_conversion_is_the_same_anywhere(models: Models, tmp_path: Path):  # B
     ids = " ".join(map(str, plain.generate([3, 4, 5], max_new_tokens=8).ids))
     assert done.stdout.decode().splitlines()[-1].strip() == ids
     assert load(odd / "bundle", threads=1).generate([3, 4, 5], max_new_tokens=8).ids == list(map(int, ids.split()))
-    assert names(here) == names(temporary) == set()
+    assert names(here) == set()
+    assert names(temporary) <= {".ses"}  # ONNX Runtime's own
     assert names(odd) == {source.name, "bundle"}
 
 

@@ -14,14 +14,14 @@ from specedge.devices.table import get_device
 from specedge.runtime import model as models
 from specedge.runtime.cache import KVCache
 from specedge.runtime.tree import ROOT, TokenTree
-from tiny import f_rand, hf_logits
+from tiny import Array, f_rand, hf_logits
 
 LAYOUT = KVLayout(layers=2, heads=3, slots=13, head_dim=2, dtype="float32")
 CONTEXT = 12  # one slot to spare, as the in-place form has
 NAMES = ["key_0", "value_0", "key_1", "value_1"]
 
 
-def columns(tags: Sequence[int]) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+def columns(tags: Sequence[int]) -> dict[str, Array]:
     """New KV [1, K, T, D] in which every number tells its column's tag, buffer, head and dimension."""
     tag = np.asarray(tags, np.float32)[None, None, :, None]
     place = np.arange(LAYOUT.heads * LAYOUT.head_dim, dtype=np.float32).reshape(1, LAYOUT.heads, 1, LAYOUT.head_dim)
@@ -113,14 +113,6 @@ def test_only_what_is_there_can_be_forgotten(length: int) -> None:
     check(cache, [1, 2, 3])
 
 
-def test_a_new_text_is_not_spoilt_by_a_nan_of_the_last() -> None:
-    """A mask is added to a score: it hides numbers, but not a NaN."""
-    cache = KVCache(LAYOUT, CONTEXT)
-    cache.append({name: np.full((1, 3, 4, 2), np.nan, np.float32) for name in NAMES}, range(4))
-    cache.truncate(0)
-    assert not any(np.isnan(buffer).any() for _, buffer in cache.buffers())
-
-
 # ---- a sequence over real graphs
 
 TEXT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
@@ -137,7 +129,7 @@ def sequence(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], np.ndarray]:  # type: ignore[type-arg]
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Array]:
     """transformers' logits after a text, for every branch of the tree."""
     model = f_rand(Path(), save=False, eos_token_id=None)
     texts = [tuple(TEXT)]
@@ -146,7 +138,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...],
     return {text: hf_logits(model, text)[-1] for text in texts}
 
 
-def test_a_tree_is_all_its_branches_at_once(sequence: models.Sequence, reference: dict[tuple[int, ...], np.ndarray]) -> None:  # type: ignore[type-arg]
+def test_a_tree_is_all_its_branches_at_once(sequence: models.Sequence, reference: dict[tuple[int, ...], Array]) -> None:
     sequence.truncate(0)
     sequence.prefill(TEXT[:-1])
     rows = sequence.step([TEXT[-1], *TREE.tokens], TREE)

@@ -164,7 +164,10 @@ def test_draft_vocabularies_of_other_sizes(rand: Rand) -> None:  # B40, in one f
         assert result.stats.drafted > 0
         assert engine.bundle.manifest.eos_ids == (2,)  # the draft's own EOS counts for nothing
         assert result.ids == engine.generate(free, max_new_tokens=60, speculate=False).ids
-        assert result.ids[:9] == rand.reference.greedy(free, 9)  # later tokens may be ones the tokenizer lacks
+        text = list(free)
+        for _ in result.ids:  # transformers, kept from the rows that no tokenizer entry stands for
+            text.append(int(tiny.hf_logits(rand.reference.model, text)[-1][:120].argmax()))
+        assert result.ids == text[len(free) :]
         with pytest.raises(SpecedgeError, match="id 125 at index 1"):
             engine.generate([3, 125], max_new_tokens=9, gamma=4)
 

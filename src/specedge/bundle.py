@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ class Bundle:
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """Read a manifest and check schema version, presence and size of every file; hashes are `check_hashes`' work."""
+    """Read a manifest and check schema version, presence and size of every file; hashes are `changed_files`' work."""
     folder = Path(path)
     manifest_path = folder / MANIFEST
     try:
@@ -172,7 +173,7 @@ def open_bundle(path: str | Path) -> Bundle:
     bundle = Bundle(folder, _build(Manifest, data, str(manifest_path)))
     for name, record in bundle.manifest.files.items():
         file = bundle.file(name)
-        if not file.is_file():
+        if not os.path.isfile(file):  # is_file() raises for a name too long
             raise SpecedgeError(f"{file}: missing, though the manifest lists it; copy the bundle whole or convert again")
         if file.stat().st_size != record.bytes:
             raise SpecedgeError(f"{file}: {file.stat().st_size} bytes, expected {record.bytes}; copy the bundle again")
@@ -191,10 +192,10 @@ def sha256(path: Path) -> str:
 
 def _resolve(folder: Path, name: str) -> Path:
     pure = PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name or not name.isprintable():
         raise SpecedgeError(f"{folder / MANIFEST}: file name {name!r} leads outside the bundle; expected a relative name")
     root = folder.resolve()
-    target = (root / pure).resolve()
+    target = Path(os.path.realpath(root / pure))  # resolve() raises where links go in circles
     inside = [root]
     if root.parent.name == "snapshots":  # a hub cache keeps files as links into the repository's blobs/
         inside.append(root.parent.parent / "blobs")

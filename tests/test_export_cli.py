@@ -1,0 +1,184 @@
+"""The commands' promises: exit codes, errors in one line, JSON of the contract and nothing beside it (design.md §5)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import tiny
+from specedge.bundle import open_bundle
+from specedge.errors import SpecedgeError
+from specedge.export.cli import main
+
+SHAPE = ("--weights", "fp32", "--context", 128, "--widths", "1,4", "--chunk", 8)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "f-rand"
+    tiny.f_rand(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bundles") / "bundle"
+    assert run("convert", source, "-o", path, *SHAPE).exit_code == 0
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refused(code: int, *arguments: object) -> str:
+    """The one line of a command that fails; nothing on standard output."""
+    result = run(*arguments)
+    assert isinstance(result.exception, SystemExit), result.exception  # anything else is a traceback
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert (result.exit_code, len(errors), result.stdout) == (code, 1, "")
+    assert result.stderr.endswith(errors[0] + "\n")
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--widths", "1,x"], ["--widths", "'1,x'"]),
+        (["--widths", ""], ["--widths"]),
+        (["--widths", "0,4"], ["(0, 4)"]),
+        (["--widths", "1,4", "--gamma", 3], ["--widths", "--gamma"]),
+        (["--gamma", 0], ["--gamma", "0"]),
+        (["--gamma", 500], ["501", "128"]),
+        (["--context", 129], ["129", "128"]),
+        (["--context", 1], ["context 1"]),
+        (["--context", "many"], ["--context", "'many'"]),
+        (["--chunk", 0], ["chunk 0"]),
+        (["--weights", "int5"], ["--weights", "'int5'"]),
+        (["--group", "33"], ["group", "33", "16"]),
+        (["--head-weights", "fp16"], ["float16"]),
+        (["--weights", "fp16", "--head-weights", "int8"], ["float16", "int8/32"]),
+        (["--lookup", "--draft", "x"], ["--lookup", "--draft"]),
+        (["--invented"], ["--invented"]),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_a_request_without_sense_is_a_usage_error(source: Path, arguments: list[object], parts: list[str], tmp_path: Path):
+    error = refused(2, "convert", source, "-o", tmp_path / "out", *arguments)
+    assert all(part in error for part in parts), error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["convert", "x"], ["validate", "x"], ["inspect"], ["invented"]])
+def test_an_incomplete_command_is_a_usage_error(arguments: list[str]):
+    refused(2, *arguments)
+
+
+def test_other_errors_have_code_1(source: Path, bundle: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    commands: list[tuple[list[object], str]] = [
+        (["convert", tmp_path / "nowhere", "-o", tmp_path / "out"], "nowhere"),
+        (["convert", tmp_path / "empty", "-o", tmp_path / "out"], "config.json"),
+        (["convert", source, "-o", tmp_path / "out", "--draft", tmp_path / "nowhere"], "nowhere"),
+        (["convert", source, "-o", bundle, *SHAPE], "--force"),
+        (["convert", source, "-o", source, "--force", *SHAPE], "no bundle"),
+        (["convert", source, "-o", tmp_path / "out", "--device", "gpu-9"], "gpu-9"),
+        (["validate", tmp_path / "nowhere", "--reference", source], "manifest.json"),
+        (["validate", bundle, "--reference", tmp_path / "nowhere"], "nowhere"),
+        (["validate", bundle, "--reference", source, "--draft-reference", source], "draft"),
+        (["validate", bundle, "--reference", source, "--device", "cpu-static"], "cpu-static"),
+        (["inspect", source], "manifest.json"),
+        (["inspect", bundle, "--json", tmp_path / "nowhere/x.json"], "x.json"),
+    ]
+    for arguments, part in commands[:-1]:
+        assert part in refused(1, *arguments)
+    result = run(*commands[-1][0])  # this one has shown the bundle by then
+    assert result.exit_code == 1 and "x.json: cannot be written" in result.stderr and "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_debug_shows_the_traceback(tmp_path: Path):
+    command = [sys.executable, "-m", "specedge.export", "--debug", "inspect", str(tmp_path / "nowhere")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    command.remove("--debug")
+    hidden = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (shown.returncode, hidden.returncode) == (1, 1)
+    assert "Traceback (most recent call last)" in shown.stderr and "SpecedgeError" in shown.stderr
+    assert hidden.stderr.splitlines() == [
+        f"Error: {tmp_path}/nowhere/manifest.json: not found; expected a bundle made by spec-export convert"
+    ]
+    assert (shown.stdout, hidden.stdout) == ("", "")
+    assert isinstance(run("--debug", "inspect", tmp_path / "nowhere").exception, SpecedgeError)
+
+
+def results_of(*arguments: object) -> dict[str, Any]:
+    """What a command writes as JSON, on standard output: there is nothing else."""
+    result = run(*arguments, "--json", "-")
+    assert result.exit_code == 0, result.output
+    results: dict[str, Any] = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert result.stderr  # where people are spoken to meanwhile
+    return results
+
+
+def check_bundle_keys(results: dict[str, Any], path: Path) -> None:
+    manifest = open_bundle(path).manifest
+    assert (results["device"], results["widths"], results["context"]) == (manifest.device, [1, 4], 128)
+    assert results["bytes"] == sum(file.bytes for file in manifest.files.values())
+    assert [(graph["role"], graph["file"], graph["width"]) for graph in results["graphs"]] == [
+        (role, graph.file, graph.width) for role, record in manifest.roles.items() for graph in record.graphs
+    ]
+    assert all(graph["ops"] and all(count > 0 for count in graph["ops"].values()) for graph in results["graphs"])
+    assert sum(results["weights"].values()) == sum(role.stored_bytes for role in manifest.roles.values())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-static"])
+def test_convert_and_inspect_write_the_contract(source: Path, device: str, tmp_path: Path):
+    path = tmp_path / "bundle"
+    results = results_of("convert", source, "-o", path, *SHAPE, "--device", device)
+    check_bundle_keys(results, path)
+    assert results["weights"].keys() == {"float32"}
+    assert {graph["width"] for graph in results["graphs"]} == ({None} if device == "cpu" else {1, 4, 8})
+    assert results["seconds"] > 0 and results["peak_rss_bytes"] > 50e6
+    inspected = results_of("inspect", path)
+    check_bundle_keys(inspected, path)
+    assert inspected.items() <= results.items()
+
+
+def test_quantised_weights_are_counted_by_scheme(source: Path, tmp_path: Path):
+    options = [*SHAPE[2:], "--weights", "int4", "--group", "channel", "--asymmetric", "--head-weights", "int8"]
+    results = results_of("convert", source, "-o", tmp_path / "bundle", *options, "--draft", source)
+    check_bundle_keys(results, tmp_path / "bundle")
+    assert results["weights"].keys() == {"int4/channel/asymmetric", "int8/channel/asymmetric", "float32"}
+    assert {graph["role"] for graph in results["graphs"]} == {"target", "draft"}
+    assert "MatMulNBits" in results["graphs"][0]["ops"]
+
+
+def test_json_goes_to_a_file(bundle: Path, tmp_path: Path):
+    result = run("inspect", bundle, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0
+    assert "bundle" in result.stdout  # people read standard output then
+    check_bundle_keys(json.loads((tmp_path / "out.json").read_text()), bundle)
+
+
+def test_a_path_is_shown_as_it_is_spelt(source: Path, tmp_path: Path):
+    """Brackets and colons are markup to rich, not to us."""
+    for name in ("[red]x", "out[/b]", "x:smile:"):
+        result = run("convert", source, "-o", tmp_path / name, *SHAPE)
+        assert result.exit_code == 0, result.exception
+        assert name in result.stdout
+
+
+def test_force_replaces(source: Path, bundle: Path):
+    before = open_bundle(bundle).manifest
+    assert run("convert", source, "-o", bundle, *SHAPE, "--force").exit_code == 0
+    assert open_bundle(bundle).manifest == before
+
+
+def test_gamma_is_short_for_widths(source: Path, tmp_path: Path):
+    assert run("convert", source, "-o", tmp_path / "a", *SHAPE).exit_code == 0
+    assert run("convert", source, "-o", tmp_path / "b", *SHAPE[:4], "--gamma", 3, *SHAPE[6:]).exit_code == 0
+    assert open_bundle(tmp_path / "a").manifest == open_bundle(tmp_path / "b").manifest
