@@ -1,5 +1,6 @@
 """The commands a plain install can run: generate, bench, inspect, plan."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ def _prompt(text: str | None, ids: str | None, chat: bool) -> Prompt:
     if (text is None) == (ids is None):
         raise UsageError("prompt: give either -p TEXT or --ids 1,2,3")
     if ids is not None:
+        if chat:
+            raise UsageError("--chat: puts text into the template; give -p TEXT, or ids that hold the template already")
         try:
             return [int(part) for part in ids.replace(",", " ").split()]
         except ValueError:
@@ -236,6 +239,9 @@ def plan_command(
     alpha: float, gamma: int, draft_cost: float, verify_cost: float, host_cost: float, json_file: str | None
 ) -> None:
     """Would speculation pay? Expected tokens per round, speedup and break-even acceptance from given costs."""
+    for name, value in (("alpha", alpha), ("draft-cost", draft_cost), ("verify-cost", verify_cost), ("host-cost", host_cost)):
+        if not math.isfinite(value):  # a range lets NaN through
+            raise UsageError(f"--{name} {value}: expected a finite number")
     output = Output(json_file)
     results = {
         "expected_tokens": expected_tokens(alpha, gamma),

@@ -8,7 +8,7 @@ from typing import Protocol
 # 1, 2-3, 4-7, 8-15, 16-31 and longer (SmolLM2-135M on the built-in prompts, chat and copy alike, within 0.1).
 _RATE_BEFORE = (0.5, 0.2, 0.6, 0.8, 0.9, 0.95, 0.98)
 _PRIOR_TRIALS = 2.0  # what was expected weighs as much as two trials
-_DECAY = 0.9  # weight of the past when a new trial arrives: a memory of about ten trials
+_DECAY = 0.95  # weight of the past when a new trial arrives: a memory of about twenty trials
 _MARGIN = 1.05  # speculation must promise this much over plain: the costs are known no better
 _PROBE = 2  # tokens of a probe
 _PROBE_AFTER = 16  # plain rounds before a drafter that costs time is probed; doubled after each vain probe
@@ -96,6 +96,8 @@ class Adaptive:
         return self._best(evidence, drafted) if self._draft_cost == 0.0 else drafted
 
     def observe(self, evidence: int, agreed: int, compared: int) -> None:
+        if agreed:  # not in vain
+            self._patience = _PROBE_AFTER
         for depth in range(min(agreed + 1, compared)):
             self._estimate(evidence, depth).add(depth < agreed)
 

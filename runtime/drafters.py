@@ -1,4 +1,4 @@
-"""What proposes tokens: the Drafter protocol and its kinds, prompt lookup and a draft model."""
+"""What proposes tokens: the Drafter protocol and its kinds, prompt lookup, a draft model and nothing at all."""
 
 from collections.abc import Sequence as Tokens
 from typing import Protocol
@@ -26,6 +26,21 @@ class Drafter(Protocol):
 
     def propose(self, history: Tokens[int], gamma: int) -> Proposal:
         """At most `gamma` tokens to follow `history`."""
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    drawn = False
+
+    def begin(self, prompt: Tokens[int]) -> None:
+        return
+
+    def room(self, length: int) -> int:
+        return 0
+
+    def propose(self, history: Tokens[int], gamma: int) -> Proposal:
+        return Proposal(TokenTree.chain([]))
 
 
 class LookupDrafter:

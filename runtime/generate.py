@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from specedge.bundle import Bundle, open_bundle
 from specedge.devices.device import Device
@@ -13,11 +14,13 @@ from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime import accept
 from specedge.runtime.control import Adaptive, Control, Fixed
 from specedge.runtime.decode import Round, decode, prefill
-from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter
+from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDrafter
 from specedge.runtime.model import Model
 from specedge.runtime.results import FinishReason, Result, Stats, Token
 from specedge.runtime.sample import Sampling
 from specedge.runtime.text import Prompt, TextStream, Tokenizer
+
+_DRAFTERS = ("draft", "lookup")
 
 
 class Engine:
@@ -30,6 +33,8 @@ class Engine:
         self.drafter_name = drafter or manifest.drafters[0]
         if self.drafter_name not in manifest.drafters:
             raise SpecedgeError(f"{bundle.path}: no drafter {drafter!r}; it holds {', '.join(manifest.drafters)}")
+        if self.drafter_name not in _DRAFTERS:
+            raise SpecedgeError(f"{bundle.path}: drafter {self.drafter_name!r}: this version runs {', '.join(_DRAFTERS)}")
         self.tokenizer = Tokenizer(bundle) if "tokenizer.json" in manifest.files else None
         self.target = Model(bundle, "target", device, threads).sequence()
         self._draft = Model(bundle, "draft", draft_device, threads).sequence() if self.drafter_name == "draft" else None
@@ -54,7 +59,7 @@ class Engine:
         Raises:
             SpecedgeError: The prompt does not fit the context, is empty or holds ids outside the vocabulary.
         """
-        return Stream(self, prompt, sampling or Sampling(), max_new_tokens, stop, gamma, speculate)
+        return Stream(_Request(self, prompt, sampling or Sampling(), max_new_tokens, stop, gamma, speculate))
 
     def generate(
         self,
@@ -82,10 +87,10 @@ class Engine:
             if self.bundle.manifest.bos_id is None:
                 raise SpecedgeError("prompt: empty, and the model has no BOS token to start from; give at least one token")
             ids = [self.bundle.manifest.bos_id]
-        vocab = self.target.role.vocab_size
+        allowed = self.bundle.manifest.allowed_ids  # rows beyond are padding, which a draft may lack
         for index, token in enumerate(ids):
-            if not 0 <= token < vocab:
-                raise SpecedgeError(f"prompt: id {token} at index {index}, expected 0..{vocab - 1}")
+            if not 0 <= token < allowed:
+                raise SpecedgeError(f"prompt: id {token} at index {index}, expected 0..{allowed - 1}")
         if len(ids) >= self.context:
             raise SpecedgeError(
                 f"prompt: {len(ids)} tokens leave no room in a context of {self.context}; shorten it or convert with a "
@@ -96,30 +101,30 @@ class Engine:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._need_tokenizer("text").encode(prompt) if prompt else []
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if messages:
-            return self._need_tokenizer("chat messages").encode_chat(messages)
-        return [operator.index(item) for item in prompt if not isinstance(item, Mapping)]
+        items: list[Any] = list(prompt)  # also what can be read only once
+        if items and all(isinstance(item, Mapping) for item in items):
+            return self._need_tokenizer("chat messages").encode_chat(items)
+        return [operator.index(item) for item in items]
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise SpecedgeError(f"prompt: {what}, but {self.bundle.path} has no tokenizer; pass token ids")
         return self.tokenizer
 
-    def new_drafter(self, sampling: Sampling) -> Drafter:
+    def new_drafter(self, sampling: Sampling, speculate: bool = True) -> Drafter:
         """The drafter of one request."""
+        if not speculate:
+            return NoDrafter()
         if self._draft is not None:
             return DraftModel(self._draft, sampling, self.bundle.manifest.allowed_ids)
         return LookupDrafter(self.context)
 
-    def new_control(self, gamma: int | None, speculate: bool) -> Control:
+    def new_control(self, gamma: int | None) -> Control:
         """Who chooses gamma in one request."""
         widest = self.target.widest
-        if not speculate:
-            return Fixed(0)
         if gamma is not None:
             if not 0 <= gamma < widest:
-                raise UsageError(f"gamma {gamma}: the bundle verifies up to {widest - 1} drafts; convert with --gamma {gamma}")
+                raise UsageError(f"gamma {gamma}: expected 0..{widest - 1}, the drafts this bundle can verify; or convert anew")
             return Fixed(gamma)
         return Adaptive(self._step_cost, self._draft_cost(), max(self.bundle.manifest.widths))
 
@@ -142,7 +147,26 @@ class Engine:
 
 
 class Stream(Iterator[Token]):
-    """One request: checked when made, run by iterating."""
+    """One request: checked when made, run by iterating. Dropping it ends the request, as `close` does."""
+
+    def __init__(self, request: "_Request") -> None:
+        self._request = request
+        self._tokens = request.run()
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """End the request; the engine is free for the next one."""
+        self._tokens.close()
+
+    def result(self) -> Result:
+        """What was emitted so far."""
+        return self._request.result()
+
+
+class _Request:
+    """What a stream runs. It knows nothing of its stream: one that is dropped must not be kept alive by its own generator."""
 
     def __init__(
         self,
@@ -160,28 +184,20 @@ class Stream(Iterator[Token]):
         self._prompt = engine.encode(prompt)
         room = engine.context - len(self._prompt)
         self._limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        self._control = engine.new_control(gamma, speculate)
+        self._control = engine.new_control(gamma)
+        self._drafter = engine.new_drafter(sampling, speculate)
         if stop and engine.tokenizer is None:
             raise UsageError("stop: stop strings need a tokenizer, which the bundle lacks")
         self._text = TextStream(engine.tokenizer, [stop] if isinstance(stop, str) else stop) if engine.tokenizer else None
         self._ids: list[int] = []
         self._stats = Stats(prompt_tokens=len(self._prompt))
+        self._written: list[str] = []
         self._finish_reason: FinishReason = "length"
-        self._tokens = self._run()
-
-    def __next__(self) -> Token:
-        return next(self._tokens)
-
-    def close(self) -> None:
-        """End the request; the engine is free for the next one."""
-        self._tokens.close()
 
     def result(self) -> Result:
-        """What was emitted so far."""
-        text = self._text.text if self._text else ""
-        return Result(list(self._ids), text, self._finish_reason, self._stats)
+        return Result(list(self._ids), "".join(self._written), self._finish_reason, self._stats)
 
-    def _run(self) -> Generator[Token]:
+    def run(self) -> Generator[Token]:
         self._engine.acquire()
         try:
             for index, round_ in enumerate(self._rounds()):
@@ -189,6 +205,8 @@ class Stream(Iterator[Token]):
                 self._stats.add(round_, len(burst))
                 for token, text in burst:
                     self._ids.append(token)
+                    self._written.append(text)
+                    self._stats.tokens += 1
                     yield Token(token, text, index)
                 if self._finish_reason == "stop":
                     return
@@ -197,13 +215,12 @@ class Stream(Iterator[Token]):
 
     def _rounds(self) -> Iterator[Round]:
         engine, sampling, manifest = self._engine, self._sampling, self._engine.bundle.manifest
-        drafter = engine.new_drafter(sampling)
         allowed = manifest.allowed_ids
         rule = accept.greedy(allowed) if sampling.greedy else accept.token(sampling, allowed)
         start = time.perf_counter()
-        prefill(engine.target, drafter, self._prompt)
+        prefill(engine.target, self._drafter, self._prompt)
         self._stats.prefill_seconds = time.perf_counter() - start
-        return decode(engine.target, drafter, self._control, rule, self._prompt, self._limit, manifest.eos_ids)
+        return decode(engine.target, self._drafter, self._control, rule, self._prompt, self._limit, manifest.eos_ids)
 
     def _cut(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
         """(id, released text) of a burst, up to the token that ends the request."""

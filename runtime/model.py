@@ -26,12 +26,30 @@ class Model:
                 f"device {device.name!r}: runs the {device.form} form, {bundle.path} holds {role_name} in the "
                 f"{self.role.form} form; convert with --device {device.name}"
             )
+        _check(self.role, f"{bundle.path}: {role_name}")
         self.sessions = {graph.width: Session(bundle.file(graph.file), graph, device, threads) for graph in self.role.graphs}
         self.tables = rope_tables(self.role)
 
     def sequence(self) -> "Sequence":
         """A fresh, empty sequence with buffers of its own."""
         return _InPlaceSequence(self) if self.role.form == "in-place" else _DeltaSequence(self)
+
+
+def _check(role: Role, where: str) -> None:
+    """What the manifest says of a role against what it says of the role's graphs, which `Session` compares with the files."""
+    kv = role.kv
+    names = [f"past_{kind}_{layer}" for layer in range(kv.layers) for kind in ("key", "value")]
+    expected = dict.fromkeys(names, ((1, kv.heads, kv.slots, kv.head_dim), kv.dtype))
+    if not role.graphs:
+        raise SpecedgeError(f"{where}: has no graphs; convert again")
+    for graph in role.graphs:
+        specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
+        found = {name: (spec.shape, spec.dtype) for name, spec in specs.items() if name.startswith("past_")}
+        if found != expected:
+            raise SpecedgeError(f"{where}: kv says {kv}, the KV inputs of {graph.file} differ; convert again")
+        for name, size in (("logits", role.vocab_size), ("rope_cos", len(role.rope.inv_freq))):
+            if name not in specs or specs[name].shape[-1] != size:
+                raise SpecedgeError(f"{where}: {name} of {graph.file}: expected last dimension {size}; convert again")
 
 
 class Sequence:

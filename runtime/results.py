@@ -31,7 +31,6 @@ class Stats:
     decode_seconds: float = 0.0
 
     def add(self, round_: Round, emitted: int) -> None:
-        self.tokens += emitted
         self.per_round.append((len(round_.drafted), min(round_.accepted, emitted)))
         self.draft_seconds += round_.draft_seconds
         self.verify_seconds += round_.verify_seconds

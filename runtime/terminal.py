@@ -27,6 +27,11 @@ class Group(click.Group):
                 raise
             click.echo(f"Error: {error}", err=True)
             raise click.exceptions.Exit(error.exit_code) from None
+        except OSError as error:  # a full disk, a pipe nobody reads
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"Error: {error}", err=True)
+            raise click.exceptions.Exit(1) from None
         except KeyboardInterrupt:
             click.echo("Stopped.", err=True)
             raise click.exceptions.Exit(130) from None

@@ -20,18 +20,29 @@ class Tokenizer:
     """The bundle's tokenizer.json and chat template."""
 
     def __init__(self, bundle: Bundle) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(bundle.file("tokenizer.json")))
+        path = bundle.file("tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise SpecedgeError(f"{path}: not a tokenizer that can be read ({error}); convert again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = _read(bundle, "chat_template.jinja")
-        config = json.loads(_read(bundle, "tokenizer_config.json") or "{}")
-        self._special = {key: _token_text(config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        try:
+            config = json.loads(_read(bundle, "tokenizer_config.json") or "{}")
+            self._special = {key: _token_text(config.get(key)) for key in _SPECIAL}
+        except (ValueError, AttributeError, KeyError) as error:
+            raise SpecedgeError(f"{bundle.path}: tokenizer_config.json cannot be read ({error}); convert again") from error
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a command line that is not UTF-8 arrives so
+            raise SpecedgeError(f"text: lone surrogate at character {error.start}, expected Unicode; give UTF-8") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -51,9 +62,9 @@ class Tokenizer:
         environment.filters["tojson"] = _to_json
         try:
             return environment.from_string(self._template).render(
-                messages=list(messages), add_generation_prompt=True, **self._special
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a foreign program: it can fail in any way
             raise SpecedgeError(f"chat_template.jinja: {error}") from None
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -73,6 +84,7 @@ class TextStream:
         self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
         self._ids: list[int] = []
         self._read = self._prefix = 0  # ids[prefix:read] is context: a token's text may depend on the one before
+        self._taken = 0  # characters of the text of ids[prefix:] that are in `text` already
         self._text = ""
         self._sent = 0
         self.stopped = False
@@ -84,21 +96,25 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token; returns the text it releases."""
         self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        after = self._tokenizer.decode(self._ids[self._prefix :])
-        if after.endswith("\ufffd") and len(self._ids) - self._read < _LONGEST_CHARACTER:
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return self._release(after[len(before) :], final=False)
+        return self._release(self._take(_UNFINISHED), final=False)
 
     def finish(self) -> str:
         """The text still held back, at the end of the request."""
         if self.stopped:
             return ""
-        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        rest = self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]
-        self._read = self._prefix = len(self._ids)
-        return self._release(rest, final=True)
+        return self._release(self._take(0), final=True)
+
+    def _take(self, unfinished: int) -> str:
+        """The text not taken yet; up to so many broken characters at its end may still become one whole, and wait."""
+        text = self._tokenizer.decode(self._ids[self._prefix :])
+        broken = len(text) - len(text.rstrip("\ufffd"))
+        end = max(len(text) - min(broken, unfinished), self._taken)
+        taken = text[self._taken : end]
+        self._taken = end
+        if not broken:
+            self._prefix, self._read = self._read, len(self._ids)
+            self._taken = len(self._tokenizer.decode(self._ids[self._prefix :]))
+        return taken
 
     def _release(self, new: str, final: bool) -> str:
         self._text += new
@@ -120,7 +136,8 @@ class TextStream:
         return 0
 
 
-_LONGEST_CHARACTER = 4  # bytes of a UTF-8 character: more tokens than that will not mend a broken one
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+_UNFINISHED = 3  # bytes of a UTF-8 character short of its last; a tokenizer shows them as one to three broken characters
 
 
 def _read(bundle: Bundle, name: str) -> str | None:
@@ -139,8 +156,14 @@ def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:

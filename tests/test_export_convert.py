@@ -24,7 +24,7 @@ from bundles import engine, make
 from specedge.bundle import Bundle, Role, Weight, open_bundle
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
-from specedge.export.convert import INT4, INT8
+from specedge.export.convert import INT4, INT8, Request, convert
 from specedge.export.weights import PAGE, block_size, read_float32
 from specedge.quant.scheme import GROUPS, Scheme
 from specedge.runtime import load
@@ -38,14 +38,13 @@ SHAPE: dict[str, Any] = {"context": 128, "widths": (1, 4), "chunk": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True, "vocab_size": 4096},
-    "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases": {"attention_bias": True, "mlp_bias": True, "vocab_size": 4096},  # a large head behind odd small tensors
     "ragged": {"hidden_size": 40, "intermediate_size": 100, "head_dim": 10},
     "one KV head": {"num_key_value_heads": 1},
     "as many KV heads": {"num_key_value_heads": 4},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS)
 TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 50, 128)]
-CLI = "import sys; from specedge.export.cli import main; main(sys.argv[1:])"
 
 Models = Callable[..., tuple[Path, LlamaForCausalLM]]
 
@@ -525,16 +524,17 @@ def test_bad_requests_name_the_value(
 @devices
 @pytest.mark.parametrize(("body", "head"), [("float32", "float32"), (INT4, INT8)], ids=["float32", "int4"])
 def test_weights_lie_beside_small_graphs_on_pages(models: Models, device: str, body: Any, head: Any, tmp_path: Path):
-    folder, _ = models(**VARIANTS["tied"])
-    path = make(folder, tmp_path / "bundle", device=device, body=body, head=head, **settings("tied"))
+    folder, _ = models(**VARIANTS["biases"])
+    path = make(folder, tmp_path / "bundle", device=device, body=body, head=head, **settings("biases"))
     bundle = open_bundle(path)
     role = bundle.role("target")
     extents = sorted((part.offset, part.bytes) for weight in role.weights for part in weight.parts.values())
     ends = [0, *(offset + size for offset, size in extents)]
     assert all(end <= offset for end, (offset, _) in zip(ends, extents, strict=False))  # no two overlap
     assert ends[-1] == bundle.manifest.files["target/weights.bin"].bytes
-    assert all(offset % PAGE == 0 for offset, size in extents if size >= 64 * 1024)
-    assert any(size >= 64 * 1024 and index > 0 for index, (_, size) in enumerate(sorted(extents, key=lambda e: e[1])))
+    large = [offset for offset, size in extents if size >= 64 * 1024]
+    assert len(large) == 2 and all(offset % PAGE == 0 for offset in large)
+    assert all(offset % 64 == 0 for offset, _ in extents)
     for file, model in graphs(bundle).items():
         assert bundle.file(file).stat().st_size < 1 << 20
         assert set(locations(model).values()) == set(extents)  # all of them, and nothing else
@@ -595,11 +595,36 @@ def test_what_is_no_bundle_is_never_replaced(models: Models, tmp_path: Path):
     assert files(tmp_path) == {"notes/diary.txt": b"precious", "file": b"precious"}
 
 
+@pytest.mark.xfail(reason="any folder with a manifest.json passes for a bundle", strict=True)
+def test_a_manifest_of_something_else_makes_no_bundle(models: Models, tmp_path: Path):
+    (tmp_path / "extension").mkdir()
+    (tmp_path / "extension/manifest.json").write_text('{"manifest_version": 3}')
+    before = files(tmp_path)
+    with pytest.raises(SpecedgeError, match="extension: exists and is no bundle"):
+        make(models()[0], tmp_path / "extension", **SHAPE)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.xfail(reason="the output is looked at before the work, not after it", strict=True)
+def test_the_slower_of_two_conversions_is_refused(models: Models, tmp_path: Path):
+    source, _ = models()
+    before = files(make(source, tmp_path / "faster", body=INT4, **SHAPE))
+
+    def finish_elsewhere(task: str, done: int, total: int) -> None:
+        if task == "target: graphs" and done == total:
+            (tmp_path / "faster").rename(tmp_path / "bundle")
+
+    with pytest.raises(SpecedgeError, match="bundle: exists already"):
+        convert(Request(str(source), tmp_path / "bundle", **SHAPE), finish_elsewhere)
+    assert files(tmp_path / "bundle") == before
+    assert names(tmp_path) == {"bundle"}
+
+
 def test_a_killed_conversion_is_swept_by_the_next(models: Models, tmp_path: Path):  # B60
     source, _ = models()
     path = make(source, tmp_path / "bundle", **SHAPE)
     old = files(path)
-    command = [sys.executable, "-c", CLI, "convert", str(source), "-o", str(path), "--force"]
+    command = [sys.executable, "-m", "specedge.export", "convert", str(source), "-o", str(path), "--force"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any("target: graphs: started" in line for line in process.stderr)

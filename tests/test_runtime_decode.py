@@ -256,6 +256,18 @@ def test_the_draft_proposes_what_it_would_after_reading_the_whole_text(
     assert any(len(ids) == 2 for _, _, (_, ids) in proposals) == any(r.accepted == 4 for r in rounds)
 
 
+def test_a_drafter_that_begins_anew_has_forgotten(rand: Rand) -> None:  # B35
+    for name in ("noisy", "lookup"):
+        used = rand.engines[name].new_drafter(Sampling())
+        used.begin([5, 6, 7, 8, 5, 6])
+        used.propose([5, 6, 7, 8, 5, 6], 4)
+        used.begin(PROMPT)
+        found = used.propose(PROMPT, 4).tree.tokens
+        other = fresh(rand, name).new_drafter(Sampling())
+        other.begin(PROMPT)
+        assert found == other.propose(PROMPT, 4).tree.tokens != ()
+
+
 # ---- one request after another
 
 
@@ -379,7 +391,7 @@ def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     paths = {"hf padded": place / "padded"}
     for name in ("stop", "two", "tok", "none", "padded"):
         draft = place / f"{name} draft"
-        options = SHAPE | {"draft": str(draft) if draft.exists() else None, "device": request.param}
+        options = SHAPE | {"draft": str(draft) if draft.exists() else None, "device": request.param, "widths": (1, 8)}
         paths[name] = bundles.make(place / name, place / f"{name} bundle", **options)
     return paths
 
@@ -399,6 +411,16 @@ def test_eos_at_any_place_of_a_burst_ends_it(chains: dict[str, Path], drafter: s
     plain = engine.generate(prompt, max_new_tokens=40, speculate=False)
     assert (plain.ids, plain.finish_reason) == (result.ids, "stop")
     assert engine.generate([10], max_new_tokens=3, gamma=2).ids == [11, 12, 13]  # and the engine is as good as new
+
+
+def test_the_loop_itself_ends_at_a_stop_id(chains: dict[str, Path]) -> None:
+    """Nothing behind it is emitted, counted or committed."""
+    engine = load(chains["none"], threads=1)
+    drafter, prompt = engine.new_drafter(Sampling()), [5]
+    prefill(engine.target, drafter, prompt)
+    rounds = list(decode(engine.target, drafter, Fixed(7), greedy(None), prompt, 40, {6, 7, 8}))
+    assert [(found.tokens, len(found.drafted), found.accepted) for found in rounds] == [((6,), 7, 1)]
+    assert engine.target.length == 1
 
 
 def test_any_emitted_token_may_be_the_eos(rand: Rand, tmp_path: Path) -> None:  # F-EOS trick

@@ -186,7 +186,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     successor[byte_id(ord("9"))] = SPECIAL_TOKENS.index("<eos>")
     f_chain(place / "target", deterministic_chain(264, successor), tokenizer=place / "tokenizer")
     f_self(place / "target", place / "draft")
-    options = {"draft": str(place / "draft"), "device": request.param, "widths": (1, 4), "chunk": 13}
+    options = {"draft": str(place / "draft"), "device": request.param, "widths": (1, 13), "chunk": 13}
     path = bundles.make(place / "target", place / "bundle", **options)
     return {name: load(path, drafter=name, threads=1) for name in ("draft", "lookup")}
 
@@ -260,6 +260,13 @@ def test_a_text_a_chat_and_its_ids_are_one_prompt(engines: dict[str, Engine]) ->
     assert engine.generate([{"role": "user", "content": "a"}], max_new_tokens=5).ids == by_ids.ids
     assert engine.encode("<bos>a") == engine.encode([{"role": "user", "content": "a"}]) == [1, *ids_of(b"a")]
     assert engine.generate("a", max_new_tokens=5).text == SPELLED[:5]
+
+
+def test_what_is_not_unicode_is_refused(engines: dict[str, Engine]) -> None:
+    """A command line that is not UTF-8 arrives as lone surrogates."""
+    for prompt in ("a\udcff", [{"role": "user", "content": "a\ud800"}]):
+        with pytest.raises(SpecedgeError, match="surrogate"):
+            engines["lookup"].generate(prompt, max_new_tokens=3)
 
 
 def test_a_conversation_longer_than_the_context_is_refused(engines: dict[str, Engine]) -> None:  # B23

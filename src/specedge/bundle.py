@@ -171,6 +171,7 @@ def open_bundle(path: str | Path) -> Bundle:
     if schema != SCHEMA:
         raise SpecedgeError(f"{manifest_path}: schema {schema!r}, expected {SCHEMA}; convert the model with this version")
     bundle = Bundle(folder, _build(Manifest, data, str(manifest_path)))
+    _check_values(bundle.manifest, str(manifest_path))
     for name, record in bundle.manifest.files.items():
         file = bundle.file(name)
         if not os.path.isfile(file):  # is_file() raises for a name too long
@@ -188,6 +189,23 @@ def changed_files(bundle: Bundle) -> list[str]:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_values(manifest: Manifest, where: str) -> None:
+    """Numbers and lists that the runtime divides by, indexes or relies on."""
+    target = manifest.roles.get("target")
+    wrong = {
+        "roles": target is None or (manifest.drafters[:1] == ("draft",) and "draft" not in manifest.roles),
+        "drafters": not manifest.drafters,
+        "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths, default=0) < 1,
+        "allowed_ids": target is not None and not 1 <= manifest.allowed_ids <= target.vocab_size,
+        "context": any(role.context != manifest.context or role.kv.slots < role.context for role in manifest.roles.values()),
+        "chunk": any(role.chunk < 1 for role in manifest.roles.values()),
+        "files": any(graph.file not in manifest.files for role in manifest.roles.values() for graph in role.graphs),
+    }
+    for key, is_wrong in wrong.items():
+        if is_wrong:
+            raise SpecedgeError(f"{where}: {key} contradicts the rest of the manifest; convert the model again")
 
 
 def _resolve(folder: Path, name: str) -> Path:
