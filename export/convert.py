@@ -1,10 +1,6 @@
 """The whole conversion on one screen: read, quantise, write weights, trace, lower, write graphs."""
 
-import contextlib
-import os
-import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +18,7 @@ from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.decoder import IN_PLACE_SPARE, padded_head_dim
 from specedge.export.families import tensor_names
 from specedge.export.lower import attach_weights
+from specedge.export.output import new_folder
 from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.export.weights import WeightWriter
 from specedge.progress import Progress, silent
@@ -77,7 +74,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     draft = open_checkpoint(request.draft) if request.draft else None
     context = _context(request, [checkpoint for checkpoint in (target, draft) if checkpoint])
     verify = _widths(request, device, context)
-    with _new_folder(request.output, request.force) as folder:
+    with new_folder(request.output, request.force) as folder:
         has_tokenizer = target.save_tokenizer(folder)
         roles = {}
         if draft:
@@ -205,55 +202,3 @@ def _check_vocabulary(folder: Path, has_tokenizer: bool, target: Checkpoint, dra
 def _hash_files(folder: Path) -> dict[str, File]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): File(path.stat().st_size, bundles.sha256(path)) for path in files}
-
-
-@contextlib.contextmanager
-def _new_folder(output: Path, force: bool) -> Iterator[Path]:
-    """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails."""
-    output = output.resolve()  # a link stays a link
-    if output.exists() and not force:
-        raise SpecedgeError(f"{output}: exists already; choose another -o or add --force")
-    if output.exists() and not (output / bundles.MANIFEST).is_file():
-        raise SpecedgeError(f"{output}: exists and is no bundle; --force replaces bundles only, choose another -o")
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(output)
-        partial.mkdir()
-        yield partial
-        if output.exists():
-            replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
-            output.rename(replaced)
-            partial.rename(output)
-            shutil.rmtree(replaced)
-        else:
-            partial.rename(output)
-    except OSError as error:
-        raise SpecedgeError(f"{output}: was not written ({error}); nothing is left behind") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sweep(output: Path) -> None:
-    """Remove what a killed conversion to the same place left, and put back the bundle it was about to replace."""
-    for leftover in output.parent.iterdir():
-        name, _, owner = leftover.name.rpartition("-")
-        ours = name in (f".{output.name}.partial", f".{output.name}.replaced") and owner.isdecimal()
-        if not ours or (int(owner) != os.getpid() and _alive(int(owner))):  # in a container the next one has our number
-            continue
-        if name == f".{output.name}.replaced" and not output.exists():  # killed between two renames
-            leftover.rename(output)
-        elif name in (f".{output.name}.partial", f".{output.name}.replaced"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _alive(process: int) -> bool:
-    if os.name == "nt":  # signal 0 would end the process there
-        return True
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        return True
-    return True

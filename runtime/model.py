@@ -40,8 +40,9 @@ def _check(role: Role, where: str) -> None:
     kv = role.kv
     names = [f"past_{kind}_{layer}" for layer in range(kv.layers) for kind in ("key", "value")]
     expected = dict.fromkeys(names, ((1, kv.heads, kv.slots, kv.head_dim), kv.dtype))
-    if not role.graphs:
-        raise SpecedgeError(f"{where}: has no graphs; convert again")
+    widths = [graph.width for graph in role.graphs]
+    if not (widths == [None] if role.form == "in-place" else widths and None not in widths):
+        raise SpecedgeError(f"{where}: graphs of widths {widths} are no {role.form} form; convert again")
     for graph in role.graphs:
         specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         found = {name: (spec.shape, spec.dtype) for name, spec in specs.items() if name.startswith("past_")}

@@ -67,6 +67,8 @@ class Binding:
 
 
 def _check(path: Path, kind: str, found: dict[str, tuple[int | str, ...]], expected: tuple[TensorSpec, ...]) -> None:
+    if unlisted := found.keys() - {spec.name for spec in expected}:
+        raise SpecedgeError(f"{path}: {kind} {min(unlisted)}: the manifest does not list it; convert again")
     for spec in expected:
         if found.get(spec.name) != spec.shape:
             shape = found.get(spec.name, "nothing")

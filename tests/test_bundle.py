@@ -58,16 +58,15 @@ def add_file(name: str) -> Damage:
     return lambda manifest: manifest["files"].update({name: {"bytes": 1, "sha256": ""}})
 
 
-def test_a_manifest_comes_back_as_it_was_written(original: Path):
+def test_a_manifest_comes_back_as_it_was_written(original: Path, bundle: Path):
     manifest = open_bundle(original).manifest
     text = manifest.to_json()
     assert text == (original / MANIFEST).read_text(encoding="utf-8")
     assert list(manifest.roles) == ["draft", "target"] and manifest.roles["target"].graphs[0].width is None
     assert {weight.scheme for weight in manifest.roles["target"].weights} == {"int4/32", "int8/32", "float32"}
     other = dataclasses.replace(manifest, eos_ids=(7, 2), bos_id=None)
-    (original.parent / "other").mkdir(exist_ok=True)
-    (original.parent / "other" / MANIFEST).write_text(dataclasses.replace(other, files={}).to_json(), encoding="utf-8")
-    assert open_bundle(original.parent / "other").manifest == dataclasses.replace(other, files={})
+    (bundle / MANIFEST).write_text(other.to_json(), encoding="utf-8")
+    assert open_bundle(bundle).manifest == other != manifest
 
 
 def test_a_manifest_lists_every_file_with_its_hash(original: Path):
@@ -135,29 +134,39 @@ def test_a_damaged_key_is_named(bundle: Path, change: Damage, parts: list[str]):
 
 
 @pytest.mark.parametrize(
-    ("change", "part"),
+    "change",
     [
-        (lambda m: m["roles"]["target"]["kv"].update(slots=10**12), "past_key_0"),
-        (lambda m: m["roles"]["target"]["kv"].update(heads=-1), "past_key_0"),
-        (lambda m: m["roles"]["target"]["kv"].update(layers=3), "past_key_2"),
-        (lambda m: m["roles"]["target"]["kv"].update(layers=1), "past_key_1"),
-        (lambda m: m["roles"]["target"]["kv"].update(dtype="float16"), "float16"),
-        (lambda m: m["roles"]["target"]["rope"].update(inv_freq=[1.0]), "rope_cos"),
-        (lambda m: m["roles"]["target"].update(vocab_size=5), "logits"),
-        (lambda m: m["roles"]["target"].update(graphs=[]), "graphs"),
-        (lambda m: m["roles"]["target"].update(chunk=0), "chunk 0"),
-        (lambda m: m["roles"]["draft"].update(context=64), "context"),
-        (lambda m: m.update(context=1000), "context 1000"),
-        (lambda m: m.update(widths=[]), "widths"),
-        (lambda m: m.update(allowed_ids=0), "allowed_ids"),
-        (lambda m: m.update(drafters=[]), "drafters"),
-        (lambda m: m["roles"].pop("draft"), "draft"),
+        lambda m: m["roles"]["target"]["kv"].update(slots=10**12),
+        lambda m: m["roles"]["target"]["kv"].update(heads=-1),
+        lambda m: m["roles"]["target"]["kv"].update(layers=3),
+        lambda m: m["roles"]["target"]["kv"].update(layers=1),
+        lambda m: m["roles"]["target"]["kv"].update(dtype="float16"),
+        lambda m: m["roles"]["target"]["rope"].update(inv_freq=[1.0]),
+        lambda m: m["roles"]["target"].update(vocab_size=200),
+        lambda m: m["roles"]["target"].update(graphs=[]),
+        lambda m: m["roles"]["target"].update(chunk=0),
+        lambda m: m["roles"]["target"]["graphs"][0]["inputs"].pop(),
+        lambda m: m["roles"]["target"]["graphs"][0]["inputs"][0].update(shape=[1, 5]),
+        lambda m: m["roles"]["target"]["graphs"][0].update(width=3),
+        lambda m: m["roles"]["target"]["graphs"][0].update(file="target/weights.bin"),
+        lambda m: m["roles"]["target"]["graphs"][0].update(file="target/nothing.onnx"),
+        lambda m: m["roles"]["draft"].update(context=64),
+        lambda m: m.update(context=1000),
+        lambda m: m.update(widths=[]),
+        lambda m: m.update(widths=[0, 4]),
+        lambda m: m.update(allowed_ids=0),
+        lambda m: m.update(allowed_ids=1000),
+        lambda m: m.update(drafters=[]),
+        lambda m: m["roles"].pop("draft"),
+        lambda m: m["roles"].pop("target"),
     ],
 )
-@pytest.mark.xfail(reason="opens, and ends in a traceback or nonsense when run", strict=True)
-def test_a_manifest_that_contradicts_its_graphs_is_refused(bundle: Path, change: Damage, part: str):
+def test_a_manifest_that_contradicts_its_graphs_is_refused(bundle: Path, change: Damage):
+    """Before anything runs: when it is opened, or at the latest when its graphs are."""
     edit(bundle, change)
-    refuse(bundle, str(bundle / MANIFEST), part)
+    with pytest.raises(SpecedgeError) as caught:
+        load(bundle, threads=1)
+    assert str(bundle) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', "3", "\xff", "[" * 100_000], ids=lambda text: text[:6])
@@ -210,15 +219,9 @@ def test_another_content_is_found_by_its_hash(bundle: Path):
 def test_names_that_lead_outside_are_refused(bundle: Path, name: str):  # B58
     edit(bundle, add_file(name))
     refuse(bundle, str(bundle / MANIFEST), repr(name), "outside")
-    with pytest.raises(SpecedgeError, match="outside"):
-        load_graph(bundle, name)
-
-
-def load_graph(bundle: Path, name: str) -> None:
-    """Name it where the runtime opens it, and not in the list of files."""
     edit(bundle, lambda manifest: manifest["files"].pop(name))
-    edit(bundle, lambda manifest: manifest["roles"]["target"]["graphs"][0].update(file=name))
-    load(bundle)
+    with pytest.raises(SpecedgeError, match="outside"):  # wherever else the runtime reads it
+        open_bundle(bundle).file(name)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300, "\ud800", ""], ids=["nul", "long", "surrogate", "empty"])

@@ -159,8 +159,9 @@ def names(folder: Path) -> set[str]:
 
 
 def settings(variant: str) -> dict[str, Any]:
-    """Two static graphs are enough for a variant; the plain model has those of the other tests."""
-    return SHAPE if variant == "plain" else SHAPE | {"chunk": 4}
+    """Few graphs are enough for a variant; the plain model has those of the other tests."""
+    few: dict[str, Any] = {"plain": {}, "as many KV heads": {"chunk": 1, "widths": (1,)}}
+    return SHAPE | few.get(variant, {"chunk": 4})
 
 
 @devices
@@ -169,7 +170,7 @@ def test_logits_are_those_of_transformers(models: Models, variant: str, device: 
     folder, model = models(**VARIANTS[variant])
     target = engine(folder, tmp_path / "bundle", device=device, **settings(variant)).target
     truth = tiny.hf_logits(model, TEXT[:40])
-    for width in (1, 4):
+    for width in {1, min(4, target.widest)}:
         assert np.abs(walk(target, TEXT[:40], width) - truth).max() <= 1e-3
 
 
@@ -184,7 +185,7 @@ def test_quantised_graphs_compute_with_the_stored_weights(
     bundle = compute_in_float(open_bundle(path))
     truth = tiny.hf_logits(stored(model, bundle), TEXT[:40])
     target = load(path, threads=1).target
-    for width in (1, 4):
+    for width in {1, min(4, target.widest)}:
         assert np.abs(walk(target, TEXT[:40], width) - truth).max() <= 1e-3
 
 
@@ -290,8 +291,8 @@ def test_the_rope_base_is_found_wherever_it_stands(models: Models, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("rope", "device", "chunk"),
-    [(LINEAR, "cpu", 8), (LLAMA3, "cpu", 8), (LLAMA3, "cpu-static", 1)],
-    ids=["linear", "llama3", "llama3 static"],
+    [(LINEAR, "cpu", 8), (LLAMA3, "cpu-static", 1)],
+    ids=["linear", "llama3"],
 )
 def test_scaled_positions_are_those_of_transformers(
     models: Models, rope: dict[str, Any], device: str, chunk: int, tmp_path: Path
@@ -390,6 +391,13 @@ def test_no_constant_exceeds_half_precision(models: Models, device: str, tmp_pat
             assert (np.abs(values.astype(np.float64)) <= 65504).all()
 
 
+def test_a_weight_beyond_half_precision_is_named(models: Models, tmp_path: Path):
+    bad = damaged(models()[0], tmp_path / "bad", 70000.0)
+    with pytest.raises(SpecedgeError, match=r"layers\.1\.mlp\.up_proj\.weight: holds 70000, more than float16"):
+        make(bad, tmp_path / "bundle", body="float16", head="float16", **SHAPE)
+    assert names(tmp_path) == {"bad"}
+
+
 # ---- quantised layouts
 
 
@@ -472,8 +480,8 @@ ODD = {
 @devices
 @pytest.mark.parametrize(
     ("widths", "chunk", "context", "steps"),
-    [((1,), 1, 16, {1}), ((4, 4, 1, 4), 400, 16, {1, 4, 16}), ((2,), 1, 2, {1, 2})],
-    ids=["one by one", "duplicates, chunk beyond context", "context 2"],
+    [((1,), 1, 16, {1}), ((2, 2, 1, 2), 400, 2, {1, 2})],
+    ids=["one by one", "duplicates, context 2, chunk beyond it"],
 )
 def test_odd_shapes(
     models: Models, device: str, widths: tuple[int, ...], chunk: int, context: int, steps: set[int], tmp_path: Path
@@ -595,7 +603,6 @@ def test_what_is_no_bundle_is_never_replaced(models: Models, tmp_path: Path):
     assert files(tmp_path) == {"notes/diary.txt": b"precious", "file": b"precious"}
 
 
-@pytest.mark.xfail(reason="any folder with a manifest.json passes for a bundle", strict=True)
 def test_a_manifest_of_something_else_makes_no_bundle(models: Models, tmp_path: Path):
     (tmp_path / "extension").mkdir()
     (tmp_path / "extension/manifest.json").write_text('{"manifest_version": 3}')
@@ -605,7 +612,6 @@ def test_a_manifest_of_something_else_makes_no_bundle(models: Models, tmp_path: 
     assert files(tmp_path) == before
 
 
-@pytest.mark.xfail(reason="the output is looked at before the work, not after it", strict=True)
 def test_the_slower_of_two_conversions_is_refused(models: Models, tmp_path: Path):
     source, _ = models()
     before = files(make(source, tmp_path / "faster", body=INT4, **SHAPE))

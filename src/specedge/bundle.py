@@ -194,15 +194,17 @@ def sha256(path: Path) -> str:
 def _check_values(manifest: Manifest, where: str) -> None:
     """Numbers and lists that the runtime divides by, indexes or relies on."""
     target = manifest.roles.get("target")
+    if target is None:
+        raise SpecedgeError(f"{where}: roles: no target among {', '.join(manifest.roles)}; convert the model again")
     wrong = {
-        "roles": target is None or (manifest.drafters[:1] == ("draft",) and "draft" not in manifest.roles),
-        "drafters": not manifest.drafters,
-        "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths, default=0) < 1,
-        "allowed_ids": target is not None and not 1 <= manifest.allowed_ids <= target.vocab_size,
-        "context": any(role.context != manifest.context or role.kv.slots < role.context for role in manifest.roles.values()),
-        "chunk": any(role.chunk < 1 for role in manifest.roles.values()),
-        "files": any(graph.file not in manifest.files for role in manifest.roles.values() for graph in role.graphs),
+        "drafters": not manifest.drafters or ("draft" in manifest.drafters and "draft" not in manifest.roles),
+        "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths) < 1,
+        "allowed_ids": not 1 <= manifest.allowed_ids <= target.vocab_size,
     }
+    for name, role in manifest.roles.items():
+        wrong[f"roles.{name}.context"] = role.context != manifest.context or role.context > role.kv.slots
+        wrong[f"roles.{name}.chunk"] = role.chunk < 1
+        wrong[f"roles.{name}.graphs"] = not all(graph.file in manifest.files for graph in role.graphs)
     for key, is_wrong in wrong.items():
         if is_wrong:
             raise SpecedgeError(f"{where}: {key} contradicts the rest of the manifest; convert the model again")

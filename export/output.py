@@ -1,0 +1,77 @@
+"""A bundle's folder: there whole or not at all, whatever ends the process."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from specedge import bundle as bundles
+from specedge.errors import SpecedgeError
+
+
+@contextlib.contextmanager
+def new_folder(output: Path, force: bool) -> Iterator[Path]:
+    """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails."""
+    output = output.resolve()  # a link stays a link
+    _check_free(output, force)
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(output)
+        partial.mkdir()
+        yield partial
+        _check_free(output, force)  # another conversion may have been quicker
+        if output.exists():
+            replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
+            output.rename(replaced)
+            partial.rename(output)
+            shutil.rmtree(replaced)
+        else:
+            partial.rename(output)
+    except OSError as error:
+        raise SpecedgeError(f"{output}: was not written ({error}); nothing is left behind") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_free(output: Path, force: bool) -> None:
+    if output.exists() and not _is_bundle(output):
+        raise SpecedgeError(f"{output}: exists and is no bundle; --force replaces bundles only, choose another -o")
+    if output.exists() and not force:
+        raise SpecedgeError(f"{output}: exists already; choose another -o or add --force")
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Whether a folder was once written by a conversion, of whatever version."""
+    try:
+        manifest = json.loads((folder / bundles.MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and {"schema", "roles"} <= manifest.keys()
+
+
+def _sweep(output: Path) -> None:
+    """Remove what a killed conversion to the same place left, and put back the bundle it was about to replace."""
+    for leftover in output.parent.iterdir():
+        name, _, owner = leftover.name.rpartition("-")
+        ours = name in (f".{output.name}.partial", f".{output.name}.replaced") and owner.isdecimal()
+        if not ours or (int(owner) != os.getpid() and _alive(int(owner))):  # in a container the next one has our number
+            continue
+        if name == f".{output.name}.replaced" and not output.exists():  # killed between two renames
+            leftover.rename(output)
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    if os.name == "nt":  # signal 0 would end the process there
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
