@@ -303,5 +303,5 @@ def _requests(engine: Engine, count: int) -> list[list[int]]:
         longest = min(16, engine.context // 2)
         return [text[start : start + longest] for start in range(min(count, engine.context - longest))]
     messages = [CHAT[index % len(CHAT)] for index in range(count)]
-    chat = engine.tokenizer.has_chat_template
-    return [engine.encode([{"role": "user", "content": text}] if chat else text) for text in messages]
+    room = max(engine.context // 2, 1)  # a small context gets the beginnings
+    return [engine.tokenizer.encode_request(text)[:room] for text in messages]

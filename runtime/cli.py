@@ -159,19 +159,15 @@ def prompt_sets(engine: Engine, file: Path | None = None) -> dict[str, list[list
             raise SpecedgeError(f"{file}: cannot be read ({error})") from None
         if not lines:
             raise SpecedgeError(f"{file}: no prompts; expected one a line")
-        return {file.stem: [_chat_ids(engine, line) for line in lines]}
+        return {file.stem: [_request_ids(engine, line) for line in lines]}
     if engine.tokenizer is None:
         allowed = min(engine.bundle.manifest.allowed_ids, engine.context // 2)
         return {"ids": [[start % allowed, (start * 7 + 1) % allowed] for start in range(1, 5)]}
-    return {
-        "chat": [_chat_ids(engine, text) for text in prompts.CHAT],
-        "copy": [_chat_ids(engine, text) for text in prompts.COPY],
-    }
+    return {name: [_request_ids(engine, text) for text in texts] for name, texts in prompts.SETS.items()}
 
 
-def _chat_ids(engine: Engine, text: str) -> list[int]:
-    chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
-    return engine.encode([{"role": "user", "content": text}] if chat else text)
+def _request_ids(engine: Engine, text: str) -> list[int]:
+    return engine.encode(engine.tokenizer.encode_request(text) if engine.tokenizer else text)
 
 
 def show_bench(output: Output, drafter: str, results: Mapping[str, Comparison]) -> None:

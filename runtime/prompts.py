@@ -46,5 +46,7 @@ COPY = (
     f"Here is a text:\n\n{_CODE}\n\nWrite the text again, without any change.",
 )
 
+SETS = {"chat": CHAT, "copy": COPY}
+
 PROSE = " ".join((_NOTICE, _RECIPE, _LETTER))
 """Plain text to read through a model when its logits are compared."""

@@ -34,10 +34,6 @@ class Tokenizer:
         except (ValueError, AttributeError, KeyError) as error:
             raise SpecedgeError(f"{bundle.path}: tokenizer_config.json cannot be read ({error}); convert again") from error
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
@@ -70,6 +66,10 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation; the template writes its own special tokens, so none are added."""
         return self.encode(self.render(messages), add_special_tokens=False)
+
+    def encode_request(self, text: str) -> list[int]:
+        """Token ids of a user's message, in the chat template if there is one."""
+        return self.encode_chat([{"role": "user", "content": text}]) if self._template is not None else self.encode(text)
 
 
 class TextStream:

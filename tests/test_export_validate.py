@@ -230,6 +230,13 @@ def test_a_tokenizer_does_not_change_the_verdict(tmp_path: Path):
     assert failed(report(path, tmp_path / "source")) == {("weight_error", "target")}
 
 
+def test_a_context_shorter_than_the_prompts_is_no_obstacle(tmp_path: Path):
+    tiny.f_rand(tmp_path / "source")
+    tiny.f_tok(tmp_path / "source", size=120)
+    path = make(tmp_path / "source", tmp_path / "bundle", context=16, widths=(1, 4), chunk=8)
+    assert report(path, tmp_path / "source")["passed"]
+
+
 @pytest.mark.parametrize(("value", "passed"), [(0.0, True), (1.0, True), (1.5, False), (math.nan, False), (math.inf, False)])
 def test_nan_never_passes_a_check(value: float, passed: bool):
     assert Check("name", "graph", value, limit=1.0).passed == passed
