@@ -15,25 +15,25 @@ from specedge.errors import SpecedgeError
 def new_folder(output: Path, force: bool) -> Iterator[Path]:
     """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails."""
     output = output.resolve()  # a link stays a link
-    _check_free(output, force)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         _sweep(output)
+        _check_free(output, force)
         partial.mkdir()
         yield partial
         _check_free(output, force)  # another conversion may have been quicker
         if output.exists():
-            replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
             output.rename(replaced)
-            partial.rename(output)
-            shutil.rmtree(replaced)
-        else:
-            partial.rename(output)
+        partial.rename(output)
     except OSError as error:
         raise SpecedgeError(f"{output}: was not written ({error}); nothing is left behind") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
+        for leftover in (partial, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _check_free(output: Path, force: bool) -> None:
@@ -47,7 +47,7 @@ def _is_bundle(folder: Path) -> bool:
     """Whether a folder was once written by a conversion, of whatever version."""
     try:
         manifest = json.loads((folder / bundles.MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(manifest, dict) and {"schema", "roles"} <= manifest.keys()
 

@@ -144,12 +144,14 @@ def validate(
             greedy.append(_check_speculative_greedy(speculative, requests, tokens, gamma, 2 * agreement))
             progress("validate", 3 + len(greedy), stages)
     compared = sum(found.tokens for _, found in greedy)
+    different = sum(found.near_ties + (found.mismatch is not None) for _, found in greedy)
+    notes += [f"{check.graph}: nothing was drafted, so nothing was compared" for check, found in greedy if not found.drafted]
     return Report(
         checks=(*checks, *(check for check, _ in greedy)),
         quality=quality,
         width_agreement=agreement,
         near_ties=sum(found.near_ties for _, found in greedy),
-        greedy_match=1.0 - sum(found.near_ties + (found.mismatch is not None) for _, found in greedy) / max(compared, 1),
+        greedy_match=1.0 - different / compared if compared else float("nan"),
         notes=tuple(notes),
     )
 

@@ -204,6 +204,8 @@ def _check_values(manifest: Manifest, where: str) -> None:
     for name, role in manifest.roles.items():
         wrong[f"roles.{name}.context"] = role.context != manifest.context or role.context > role.kv.slots
         wrong[f"roles.{name}.chunk"] = role.chunk < 1
+        end = max((part.offset + part.bytes for weight in role.weights for part in weight.parts.values()), default=0)
+        wrong[f"roles.{name}.weights"] = role.weight_file not in manifest.files or end > manifest.files[role.weight_file].bytes
         wrong[f"roles.{name}.graphs"] = not all(graph.file in manifest.files for graph in role.graphs)
     for key, is_wrong in wrong.items():
         if is_wrong:
