@@ -30,5 +30,5 @@ lint: $(READY)
 
 # Removes what the other targets left behind, but keeps .venv: it is large and slow to fetch.
 clean:
-	rm -rf build dist demo *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist demo bundle *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src devices quant export runtime tests -name __pycache__ -type d -prune -exec rm -rf {} +

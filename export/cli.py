@@ -79,6 +79,8 @@ def convert_command(
         raise UsageError("--lookup: means no other drafter; leave out --lookup or --draft")
     if gamma is not None and widths is not None:
         raise UsageError("--widths: says what --gamma would; give one of them")
+    if asymmetric and weights in _FLOATS and head_weights in (None, *_FLOATS):
+        raise UsageError(f"--asymmetric: --weights {weights} has no groups; leave it out or quantise")
     head = head_weights or (weights if weights in _FLOATS else "int8")
     request = _export("convert").Request(
         model=model,

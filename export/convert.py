@@ -50,8 +50,10 @@ class Request:
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 2:
             raise UsageError(f"context {self.context}: expected at least 2, a prompt token and an emitted one")
-        if self.chunk < 1 or (self.widths is not None and min(self.widths, default=0) < 1):
-            raise UsageError(f"chunk {self.chunk}, widths {self.widths}: expected positive numbers")
+        if self.chunk < 1:
+            raise UsageError(f"chunk {self.chunk}: expected a positive number of tokens")
+        if self.widths is not None and min(self.widths, default=0) < 1:
+            raise UsageError(f"widths {self.widths}: expected positive numbers")
         if "float16" in (self.body, self.head) and self.body != self.head:
             raise UsageError(
                 f"weights {self.body} with head weights {self.head}: fp16 is a whole graph's type; use it for both"

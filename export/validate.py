@@ -107,24 +107,20 @@ def validate(
     Raises:
         SpecedgeError: The bundle or a reference cannot be opened, or they are models of different shape.
     """
-    progress("validate", 0, 1)
     engine = load(path, device, draft_device)
     bundle = engine.bundle
     gammas = [width - 1 for width in bundle.manifest.widths if width > 1]
-    stages = 3 + len(bundle.manifest.drafters) * len(gammas)
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = []
     text = _text(engine)
     if draft_reference:
         draft = Model(bundle, "draft", get_device(draft_device or engine.device.name)).sequence()
-        draft_checks, _, _ = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text)
+        draft_checks, _, _ = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text, progress)
         checks += draft_checks
     elif "draft" in bundle.manifest.roles:
         notes.append("the draft's logits were not compared: --draft-reference names its checkpoint")
-    progress("validate", 1, stages)
-    target_checks, quality, model = _check_role(bundle, "target", engine.target, open_checkpoint(reference), text)
+    target_checks, quality, model = _check_role(bundle, "target", engine.target, open_checkpoint(reference), text, progress)
     checks += target_checks
-    progress("validate", 2, stages)
     quantised = is_quantised(bundle, "target")
     widths = width_agreement(engine, text[: 4 * max(bundle.manifest.widths) + 3])
     limit = _QUANTISED_WIDTH_LIMIT if quantised else _LOGITS_LIMIT[engine.target.role.kv.dtype]
@@ -136,13 +132,14 @@ def validate(
         notes.append("greedy ids were not compared: there are weights or logits that are not finite")
     if not quantised:
         checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * quality.logits_max_abs))
-    progress("validate", 3, stages)
+    combinations = len(bundle.manifest.drafters) * len(gammas)
+    progress("validate: greedy ids", 0, combinations)
     greedy = []
     for drafter in bundle.manifest.drafters:
         speculative = load(path, device, draft_device, drafter)
         for gamma in gammas:
             greedy.append(_check_speculative_greedy(speculative, requests, tokens, gamma, 2 * agreement))
-            progress("validate", 3 + len(greedy), stages)
+            progress("validate: greedy ids", len(greedy), combinations)
     compared = sum(found.tokens for _, found in greedy)
     different = sum(found.near_ties + (found.mismatch is not None) for _, found in greedy)
     notes += [f"{check.graph}: nothing was drafted, so nothing was compared" for check, found in greedy if not found.drafted]
@@ -161,10 +158,14 @@ def is_quantised(bundle: Bundle, role: str) -> bool:
 
 
 def _check_role(
-    bundle: Bundle, role: str, sequence: ModelSequence, checkpoint: Checkpoint, text: list[int]
+    bundle: Bundle, role: str, sequence: ModelSequence, checkpoint: Checkpoint, text: list[int], progress: Progress
 ) -> tuple[list[Check], Quality, PreTrainedModel]:
     """Checks of stored weights and of every graph's logits; the quality against float32; the reference model."""
+    wanted = {1, *bundle.manifest.widths, *(graph.width for graph in sequence.role.graphs if graph.width), sequence.role.chunk}
+    widths = sorted(width for width in wanted if width <= sequence.widest)
+    progress(f"validate: {role}", 0, 2 + len(widths))
     checks = [_check_weights(bundle, role, checkpoint)]
+    progress(f"validate: {role}", 1, 2 + len(widths))
     allowed = min(bundle.manifest.allowed_ids, bundle.role(role).vocab_size)
     windows = [range(min(3 * sequence.role.chunk, len(text))), range(max(len(text) - _END, 0), len(text))]
     rows = [row for window in windows for row in window]
@@ -174,10 +175,8 @@ def _check_role(
     if quantised:
         _load_stored_weights(model, bundle, role)
         stored = _reference_logits(model, text, rows)[:, :allowed]
-    graph_widths = {graph.width for graph in sequence.role.graphs if graph.width is not None}
-    for width in sorted({1, *bundle.manifest.widths, *graph_widths, sequence.role.chunk}):
-        if width > sequence.widest:
-            continue
+    for done, width in enumerate(widths, 2):
+        progress(f"validate: {role}", done, 2 + len(widths))
         found = np.concatenate([walk(sequence, text[: window.stop], width, window.start) for window in windows])[:, :allowed]
         graph = f"{role} width {width}"
         if quantised:
@@ -185,6 +184,7 @@ def _check_role(
         else:
             limit = _LOGITS_LIMIT[sequence.role.kv.dtype]
             checks.append(Check("logits_max_abs", graph, float(np.abs(found - truth).max()), limit))
+    progress(f"validate: {role}", 2 + len(widths), 2 + len(widths))
     return checks, _quality(truth, found, text, windows[0]), model
 
 

@@ -78,6 +78,8 @@ def generate_command(
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
+    if plain and gamma is not None:
+        raise UsageError("--plain: drafts nothing, --gamma drafts; give one of them")
     request = _prompt(prompt, ids, chat)
     output = Output(json_file)
     engine = load(bundle, device, draft_device, drafter, threads)
@@ -87,19 +89,23 @@ def generate_command(
     output.write("\n")
     result = stream.result()
     if stats:
-        _show_stats(output, result)
+        _show_stats(result, not plain)
     output.json(
         {"ids": result.ids, "text": result.text, "finish_reason": result.finish_reason, "stats": result.stats.as_dict()}
     )
 
 
-def _show_stats(output: Output, result: Result) -> None:
+def _show_stats(result: Result, speculated: bool) -> None:
+    """Counts and speed on standard error, beside the text."""
     stats = result.stats
-    output.console.print(
+    click.echo(
         f"{stats.tokens} tokens in {stats.rounds} rounds ({stats.tokens_per_round:.2f} per round), {stats.accepted} of "
         f"{stats.drafted} drafts accepted, {stats.tokens_per_second:.1f} tokens/s after {stats.prefill_seconds:.2f} s for "
-        f"{stats.prompt_tokens} prompt tokens; ended by {result.finish_reason}"
+        f"{stats.prompt_tokens} prompt tokens; ended by {result.finish_reason}",
+        err=True,
     )
+    if speculated and not stats.drafted:
+        click.echo("nothing was drafted: it promised no gain here (--gamma N drafts anyway)", err=True)
 
 
 def _prompt(text: str | None, ids: str | None, chat: bool) -> Prompt:
@@ -172,17 +178,28 @@ def _request_ids(engine: Engine, text: str) -> list[int]:
 
 def show_bench(output: Output, drafter: str, results: Mapping[str, Comparison]) -> None:
     """The comparison as a table."""
-    table = rich.table.Table("prompts", "drafter", "plain", "speculative", "speedup", "tokens/round", "accepted", "same ids")
+    table = rich.table.Table(title=f"drafter: {drafter}", title_justify="left")
+    for header in (
+        "prompts",
+        "plain\ntok/s",
+        "spec.\ntok/s",
+        "speedup\n(median)",
+        "range",
+        "tokens\n/round",
+        "accepted",
+        "same\nids",
+    ):
+        table.add_column(header, no_wrap=True)
     for name, result in results.items():
         low, high = result.speedup_range
         table.add_row(
             name,
-            drafter,
-            f"{result.plain_speed:.1f} tok/s",
-            f"{result.speculative_speed:.1f} tok/s",
-            f"{result.speedup:.2f}x ({low:.2f}-{high:.2f})",
+            f"{result.plain_speed:.1f}",
+            f"{result.speculative_speed:.1f}",
+            f"{result.speedup:.2f}x",
+            f"{low:.2f}-{high:.2f}",
             f"{result.tokens_per_round:.2f}",
-            f"{result.acceptance:.0%} of {result.drafted}",
+            f"{result.acceptance:.0%} of {result.drafted}" if result.drafted else "no drafts",
             "yes" if result.identical_greedy else "NO",
         )
     output.console.print(table)

@@ -17,6 +17,8 @@ def break_even(gamma: int, draft_cost: float, verify_cost: float, host_cost: flo
     """Acceptance at which a round of `gamma` drafts is as fast as plain decoding; None if even a = 1 loses."""
     if speedup(1.0, gamma, draft_cost, verify_cost, host_cost) < 1.0:
         return None
+    if speedup(0.0, gamma, draft_cost, verify_cost, host_cost) >= 1.0:
+        return 0.0
     low, high = 0.0, 1.0
     for _ in range(60):  # E grows with a: bisection to the last bit
         middle = (low + high) / 2

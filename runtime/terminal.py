@@ -1,8 +1,11 @@
 """What commands share at the terminal: errors in one line, progress, results as tables and as JSON."""
 
 import contextlib
+import errno
 import json
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +23,8 @@ class Group(click.Group):
     """Turns a SpecedgeError into one line on standard error and its exit code; --debug keeps the traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        # ended from outside like by Ctrl-C: what was begun is cleaned away
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
         except SpecedgeError as error:
@@ -27,8 +32,8 @@ class Group(click.Group):
                 raise
             click.echo(f"Error: {error}", err=True)
             raise click.exceptions.Exit(error.exit_code) from None
-        except OSError as error:  # a full disk, a pipe nobody reads
-            if ctx.params.get("debug"):
+        except OSError as error:  # a full disk
+            if ctx.params.get("debug") or error.errno == errno.EPIPE:  # click ends quietly when nobody reads
                 raise
             click.echo(f"Error: {error}", err=True)
             raise click.exceptions.Exit(1) from None
@@ -49,6 +54,8 @@ class Output:
 
     def __init__(self, json_file: str | None) -> None:
         self._json_file = json_file
+        if json_file not in (None, "-") and not os.access(Path(json_file).absolute().parent, os.W_OK):
+            raise SpecedgeError(f"--json {json_file}: cannot be written; its folder is missing or read-only")
         # no markup: a path may hold [brackets] and :colons:
         self.console = rich.console.Console(stderr=json_file == "-", highlight=False, markup=False, emoji=False)
         if not self.console.is_terminal:

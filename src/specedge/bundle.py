@@ -199,13 +199,15 @@ def _check_values(manifest: Manifest, where: str) -> None:
     wrong = {
         "drafters": not manifest.drafters or ("draft" in manifest.drafters and "draft" not in manifest.roles),
         "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths) < 1,
-        "allowed_ids": not 1 <= manifest.allowed_ids <= target.vocab_size,
+        "allowed_ids (roles.target.vocab_size)": not 1 <= manifest.allowed_ids <= target.vocab_size,
     }
     for name, role in manifest.roles.items():
         wrong[f"roles.{name}.context"] = role.context != manifest.context or role.context > role.kv.slots
         wrong[f"roles.{name}.chunk"] = role.chunk < 1
         end = max((part.offset + part.bytes for weight in role.weights for part in weight.parts.values()), default=0)
-        wrong[f"roles.{name}.weights"] = role.weight_file not in manifest.files or end > manifest.files[role.weight_file].bytes
+        wrong[f"roles.{name}.weights ({role.weight_file})"] = (
+            role.weight_file not in manifest.files or end > manifest.files[role.weight_file].bytes
+        )
         wrong[f"roles.{name}.graphs"] = not all(graph.file in manifest.files for graph in role.graphs)
     for key, is_wrong in wrong.items():
         if is_wrong:
