@@ -38,7 +38,6 @@ class Engine:
         self.tokenizer = Tokenizer(bundle) if "tokenizer.json" in manifest.files else None
         self.target = Model(bundle, "target", device, threads).sequence()
         self._draft = Model(bundle, "draft", draft_device, threads).sequence() if self.drafter_name == "draft" else None
-        self._draft_device = draft_device
         self._busy = threading.Lock()
 
     @property
