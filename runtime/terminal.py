@@ -126,6 +126,10 @@ def peak_rss() -> int | None:
     """Most memory this process has held resident, in bytes; None where the system does not tell."""
     if sys.platform == "win32":
         return None
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count what the parent held when it started us
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
     import resource  # POSIX only
 
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
