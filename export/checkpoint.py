@@ -20,6 +20,7 @@ from specedge.errors import SpecedgeError
 from specedge.export.families import DecoderConfig
 from specedge.export.gguf_checkpoint import open_gguf
 from specedge.export.safetensors_checkpoint import open_folder
+from specedge.quant.pack import Quantized
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "README.md")
@@ -55,6 +56,14 @@ class Checkpoint(Protocol):
         Raises:
             SpecedgeError: A value is NaN or infinite.
         """
+        ...
+
+    def stored_type(self, name: str) -> str:
+        """The type a tensor is stored in, by its own format's name: BF16, Q4_1."""
+        ...
+
+    def grid(self, name: str) -> Quantized | None:
+        """A matrix's own codes and scales, if it is stored on a grid that quant/ holds exactly."""
         ...
 
     def save_tokenizer(self, folder: Path) -> bool:

@@ -16,12 +16,13 @@ from specedge.errors import SpecedgeError, UsageError
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.decoder import IN_PLACE_SPARE, padded_head_dim
-from specedge.export.families import tensor_names
-from specedge.export.lower import attach_weights
+from specedge.export.families import joined_layers, tensor_names
+from specedge.export.lower import lower
 from specedge.export.output import new_folder
 from specedge.export.vocabulary import compare_vocabularies, token_count
-from specedge.export.weights import WeightWriter
+from specedge.export.weights import Stored, WeightWriter
 from specedge.progress import Progress, silent
+from specedge.quant.pack import Quantized
 from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme
 
@@ -34,7 +35,10 @@ _TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `spec-export convert` was asked for. `body` and `head` are a Scheme or a float type's name."""
+    """What `spec-export convert` was asked for. `body` and `head` are a Scheme or a float type's name.
+
+    With `keep`, tensors the checkpoint holds on a grid of no more bits than their Scheme has stay on it, exactly.
+    """
 
     model: str
     output: Path
@@ -45,6 +49,7 @@ class Request:
     chunk: int = 64
     body: Scheme | str = INT4
     head: Scheme | str = INT8
+    keep: bool = True
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -123,7 +128,7 @@ def _write_role(
     progress(f"{role}: graphs", 0, len(steps))
     for done, width in enumerate(steps, 1):
         model = to_onnx.trace(config, device.form, width, context, request.dtype)
-        attach_weights(model, {weight.name: weight for weight in weights}, WEIGHT_FILE, device.accuracy_level)
+        lower(model, {weight.name: weight for weight in weights}, WEIGHT_FILE, device)
         file = "step.onnx" if width is None else f"step_{width}.onnx"
         to_onnx.write(model, place / file)
         graphs.append(to_onnx.describe(model, f"{role}/{file}", width))
@@ -146,20 +151,34 @@ def _write_role(
 
 
 def _write_weights(role: str, checkpoint: Checkpoint, path: Path, request: Request, progress: Progress) -> list[Weight]:
-    """Store every tensor, one in memory at a time: matrices as asked for, vectors in the graph's own type."""
+    """Store every tensor, one in float32 at a time: matrices as asked for, vectors in the graph's own type."""
     names = tensor_names(checkpoint.config)
-    weights = []
+    weights: list[Weight] = []
     progress(f"{role}: weights", 0, len(names))
     with WeightWriter(path) as writer:
-        for done, (name, (_, shape)) in enumerate(names.items(), 1):
-            values = checkpoint.tensor(name)
-            form = _form(name, shape, request)
-            if isinstance(form, Scheme):
-                weights.append(writer.add_quantized(name, round_to_nearest(values, form)))
-            else:
-                weights.append(writer.add_float(name, _as_float(name, values, form)))
-            progress(f"{role}: weights", done, len(names))
+        for group in joined_layers(names):
+            stored = []
+            for name in group:
+                stored.append(_store(name, checkpoint, _form(name, names[name][1], request), request.keep))
+                progress(f"{role}: weights", len(weights) + len(stored), len(names))
+            alike = len({tensor.scheme for tensor in stored}) == 1
+            for together in [stored] if alike else [[tensor] for tensor in stored]:
+                weights += writer.add(together)
     return weights
+
+
+def _store(name: str, checkpoint: Checkpoint, form: Scheme | str, keep: bool) -> Stored:
+    """A tensor in the form it is stored in: on its own grid where that may be kept, else rounded."""
+    values = checkpoint.tensor(name)
+    stored: Quantized | npt.NDArray[np.generic]
+    if isinstance(form, Scheme):
+        own = checkpoint.grid(name) if keep else None
+        stored = own if own and own.scheme.bits <= form.bits else round_to_nearest(values, form)
+        back = stored.dequantize()
+    else:
+        stored = _as_float(name, values, form)
+        back = stored.astype(np.float32)
+    return Stored(name, stored, checkpoint.stored_type(name), np.array_equal(back, values))
 
 
 def _form(name: str, shape: tuple[int, ...], request: Request) -> Scheme | str:

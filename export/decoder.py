@@ -4,6 +4,8 @@ T is the width of a step, L the tokens in the cache, C the context, N heads, K K
 H hidden, V vocabulary.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,6 +38,13 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+def joined(x: Tensor, *layers: Linear) -> Tensor:
+    """What several layers make of the same input, side by side: one matrix product where lowering finds their weights so."""
+    product = torch.cat([F.linear(x, layer.weight) for layer in layers], -1)
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    return product + torch.cat(biases) if biases else product
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019)."""
 
@@ -60,75 +69,60 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden, kv, config.attention_bias, dtype)
         self.o_proj = Linear(query, config.hidden, config.attention_bias, dtype)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past: KV, lengths: tuple[Tensor, ...]
-    ) -> tuple[Tensor, KV]:
+    def forward(self, x: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
         attend = self._attend_in_place if self.form == "in-place" else self._attend_delta
-        mixed, kv = attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin, bias, past, lengths)
+        mixed, kv = attend(joined(x, self.q_proj, self.k_proj, self.v_proj), step, past)
         projected: Tensor = self.o_proj(mixed)
         return projected, kv
 
-    def _attend_in_place(
-        self,
-        query: Tensor,  # [1, T, N D]
-        key: Tensor,  # [1, T, K D]
-        value: Tensor,
-        cos: Tensor,  # [1, 1, T, D / 2]
-        sin: Tensor,
-        bias: Tensor,  # [1, 1, T, L + T]
-        past: KV,  # [1, K, C, D], the same buffers as present
-        lengths: tuple[Tensor, ...],  # seqlens_k = L + T - 1, total_sequence_length = L + T
-    ) -> tuple[Tensor, KV]:
-        config, rows = self.config, query.shape[1]
-        cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)  # [1, T, 1, D / 2]
-        padding = padded_head_dim(config, self.form) - config.head_dim
-
-        def split(x: Tensor, count: int) -> Tensor:
-            return x.view(1, rows, count, x.shape[-1] // count)
-
-        def join(x: Tensor) -> Tensor:
-            padded = F.pad(x, (0, padding)) if padding else x
-            return F.pad(padded.reshape(1, rows, padded.shape[2] * padded.shape[3]), (0, 0, 0, IN_PLACE_SPARE))
-
-        query = join(rotate(split(query, config.heads), cos, sin))
-        key = join(rotate(split(key, config.kv_heads), cos, sin))
-        value = join(split(value, config.kv_heads))
-        inputs = [query, key, value, *past, *lengths, None, None, None, bias]
-        attributes = {"num_heads": config.heads, "kv_num_heads": config.kv_heads, "scale": config.head_dim**-0.5}
+    def _attend_in_place(self, packed: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
+        # packed [1, T, (N + 2 K) D]; past [1, K, C + 1, D] are the same buffers as present
+        config, rows = self.config, packed.shape[1]
+        head_dim = padded_head_dim(config, self.form)
+        if not _rotates(config):
+            packed = self._rotated(packed, step, head_dim)
+        assert step.spare is not None
+        packed = torch.cat((packed, step.spare), 1)
+        tables = (step.cos, step.sin, step.positions) if _rotates(config) else (None, None, None)
+        attributes = {
+            "num_heads": config.heads,
+            "kv_num_heads": config.kv_heads,
+            "scale": config.head_dim**-0.5,
+            "do_rotary": int(_rotates(config)),
+        }
         mixed, present_key, present_value = torch.onnx.ops.symbolic_multi_out(
             "com.microsoft::GroupQueryAttention",
-            inputs,
+            [packed, None, None, *past, *step.lengths, *tables, step.bias],
             attributes,
-            dtypes=[query.dtype] * 3,
-            shapes=[query.shape, past[0].shape, past[1].shape],
+            dtypes=[packed.dtype] * 3,
+            shapes=[(1, rows + IN_PLACE_SPARE, config.heads * head_dim), past[0].shape, past[1].shape],
             version=1,
         )
         mixed = mixed[:, :rows]
-        if padding:
-            mixed = split(mixed, config.heads)[..., : config.head_dim].reshape(1, rows, config.heads * config.head_dim)
+        if head_dim != config.head_dim:
+            mixed = mixed.view(1, rows, config.heads, head_dim)[..., : config.head_dim]
+            mixed = mixed.reshape(1, rows, config.heads * config.head_dim)
         return mixed, (present_key, present_value)
 
-    def _attend_delta(
-        self,
-        query: Tensor,  # [1, T, N D]
-        key: Tensor,  # [1, T, K D]
-        value: Tensor,
-        cos: Tensor,  # [1, 1, T, D / 2]
-        sin: Tensor,
-        bias: Tensor,  # [1, 1, G T, C + T]
-        past: KV,  # [1, K, C, D]
-        lengths: tuple[Tensor, ...],  # ()
-    ) -> tuple[Tensor, KV]:
-        config, rows = self.config, query.shape[1]
+    def _rotated(self, packed: Tensor, step: "Step", head_dim: int) -> Tensor:
+        """Queries and keys rotated, heads filled up with zeros to `head_dim`: where GroupQueryAttention cannot rotate."""
+        config, rows = self.config, packed.shape[1]
+        heads = packed.view(1, rows, config.heads + 2 * config.kv_heads, config.head_dim)
+        cos, sin = step.cos.transpose(1, 2), step.sin.transpose(1, 2)  # [1, T, 1, D / 2]
+        turned, still = heads[:, :, : -config.kv_heads], heads[:, :, -config.kv_heads :]
+        heads = F.pad(torch.cat((rotate(turned, cos, sin), still), 2), (0, head_dim - config.head_dim))
+        return heads.reshape(1, rows, (config.heads + 2 * config.kv_heads) * head_dim)
 
-        def heads(x: Tensor, count: int) -> Tensor:
-            return x.view(1, rows, count, config.head_dim).transpose(1, 2)  # [1, count, T, D]
-
-        query = rotate(heads(query, config.heads), cos, sin) * config.head_dim**-0.5
-        key, value = rotate(heads(key, config.kv_heads), cos, sin), heads(value, config.kv_heads)
+    def _attend_delta(self, packed: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
+        # packed [1, T, (N + 2 K) D]; past [1, K, C, D]; step.bias [1, 1, G T, C + T]
+        config, rows = self.config, packed.shape[1]
+        heads = packed.view(1, rows, config.heads + 2 * config.kv_heads, config.head_dim).transpose(1, 2)
+        query, key, value = heads.split((config.heads, config.kv_heads, config.kv_heads), 1)  # [1, count, T, D]
+        query = rotate(query, step.cos, step.sin) * config.head_dim**-0.5
+        key = rotate(key, step.cos, step.sin)
         grouped = query.reshape(1, config.kv_heads, -1, config.head_dim)  # [1, K, G T, D]
         keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
-        weights = torch.softmax(grouped @ keys.transpose(2, 3) + bias, -1)
+        weights = torch.softmax(grouped @ keys.transpose(2, 3) + step.bias, -1)
         mixed = (weights @ values).reshape(1, config.heads, rows, config.head_dim).transpose(1, 2)
         return mixed.reshape(1, rows, config.heads * config.head_dim), (key, value)
 
@@ -157,24 +151,21 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.rms_eps, dtype)
         self.mlp = Gate(config, dtype)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past: KV, lengths: tuple[Tensor, ...]
-    ) -> tuple[Tensor, KV]:
-        mixed, kv = self.self_attn(self.input_layernorm(x), cos, sin, bias, past, lengths)
+    def forward(self, x: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
+        mixed, kv = self.self_attn(self.input_layernorm(x), step, past)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), kv
 
 
 class Decoder(nn.Module):
-    """A step: token ids in, logits of every row and the new (or present) KV columns out (design.md §4.1).
+    """A step: token ids in, logits and the new (or present) KV columns out (design.md §4.1).
 
     Parameter names are the canonical tensor names of `families.tensor_names`.
     """
 
     def __init__(self, config: DecoderConfig, form: Form, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.form = form
-        self.groups = config.heads // config.kv_heads
+        self.config, self.form = config, form
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, form, dtype) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.rms_eps, dtype)
@@ -189,19 +180,58 @@ class Decoder(nn.Module):
         rope_sin: Tensor,
         attention_bias: Tensor,  # [1, 1, T, C + T] in the delta form, [1, 1, T, L + T] in place
         past: list[KV],
-        lengths: tuple[Tensor, ...] = (),
+        lengths: tuple[Tensor, ...] = (),  # in place: seqlens_k = L + T - 1, total_sequence_length = L + T, logits_rows [R]
     ) -> tuple[Tensor, list[KV]]:
-        if self.form == "in-place":
-            attention_bias = F.pad(attention_bias, (0, IN_PLACE_SPARE, 0, IN_PLACE_SPARE))
-            lengths = tuple(length + IN_PLACE_SPARE for length in lengths)
-        else:
-            attention_bias = attention_bias.repeat(1, 1, self.groups, 1)  # rows of a KV head: its G query heads in turn
+        step = Step(rope_cos, rope_sin, attention_bias)
+        step = _in_place(step, self.config, lengths[:2]) if self.form == "in-place" else _delta(step, self.config)
         x = self.embed_tokens(input_ids)
         columns = []
         for block, kv in zip(self.layers, past, strict=True):
-            x, new = block(x, rope_cos, rope_sin, attention_bias, kv, lengths)
+            x, new = block(x, step, kv)
             columns.append(new)
-        return self.lm_head(self.norm(x)), columns
+        x = self.norm(x)
+        if self.form == "in-place":
+            x = x.index_select(1, lengths[2])
+        return self.lm_head(x), columns
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of a step shares, in the shapes its form wants."""
+
+    cos: Tensor
+    sin: Tensor
+    bias: Tensor
+    lengths: tuple[Tensor, ...] = ()
+    positions: Tensor | None = None  # [1, T + 1], rows of cos and sin
+    spare: Tensor | None = None  # zeros [1, 1, (N + 2 K) D]
+
+
+def _delta(step: Step, config: DecoderConfig) -> Step:
+    """The bias of a KV head's rows: its G query heads in turn."""
+    return replace(step, bias=step.bias.repeat(1, 1, config.heads // config.kv_heads, 1))
+
+
+def _in_place(step: Step, config: DecoderConfig, lengths: tuple[Tensor, ...]) -> Step:
+    """Room for the spare row, and rotary tables [L + 2 T + 1, D / 2] as GroupQueryAttention wants them: one row per slot.
+
+    It takes the rows `positions` names, which are the T of this step and one of zeros.
+    """
+    bias = F.pad(step.bias, (0, IN_PLACE_SPARE, 0, IN_PLACE_SPARE))
+    lengths = tuple(length + IN_PLACE_SPARE for length in lengths)
+    columns = (config.heads + 2 * config.kv_heads) * padded_head_dim(config, "in-place")
+    spare = torch.zeros(1, IN_PLACE_SPARE, columns, dtype=step.bias.dtype)
+    step = replace(step, bias=bias, lengths=lengths, spare=spare)
+    if not _rotates(config):
+        return step
+    rows, slots = bias.shape[2], bias.shape[3]
+    cos, sin = (F.pad(table[0, 0], (0, 0, 0, slots)) for table in (step.cos, step.sin))
+    return replace(step, cos=cos, sin=sin, positions=torch.arange(rows, dtype=torch.int64)[None])
+
+
+def _rotates(config: DecoderConfig) -> bool:
+    """Whether GroupQueryAttention on the CPU can rotate heads of this size."""
+    return config.head_dim % 16 == 0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

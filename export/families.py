@@ -1,7 +1,7 @@
 """Which model types are supported, and their settings read into one frozen `DecoderConfig`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from specedge.errors import SpecedgeError
 
 MODEL_TYPES = ("llama",)
+_JOINED = ("q_proj", "k_proj", "v_proj")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -159,6 +160,15 @@ def tensor_names(config: DecoderConfig) -> dict[str, tuple[str, tuple[int, ...]]
     if not config.tied:
         names["lm_head.weight"] = ("lm_head.weight", (config.vocab_size, hidden))
     return names
+
+
+def joined_layers(names: Iterable[str]) -> list[list[str]]:
+    """Canonical names, those of weights that the decoder multiplies with together (q, k, v of a layer) in one list."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer, _, module = name.removesuffix(".weight").rpartition(".")
+        groups.setdefault(layer if module in _JOINED else name, []).append(name)
+    return list(groups.values())
 
 
 def shape_origin(config: DecoderConfig, name: str) -> str:

@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 from specedge.errors import SpecedgeError
 from specedge.export import tokenizer_files
 from specedge.export.families import MODEL_TYPES, DecoderConfig, read_config, tensor_names
+from specedge.export.gguf_grid import GRIDS, read_grid
 from specedge.export.safetensors_file import LFS_POINTER
 from specedge.export.tensors import check_complete, check_finite
 from specedge.export.tokenizer_files import TokenizerFiles
+from specedge.quant.pack import Quantized
 
 Float32 = npt.NDArray[np.float32]
 
@@ -82,11 +84,24 @@ class GgufCheckpoint:
         stored = self.stored[name]
         values = _dequantize(stored)
         check_finite(str(self.path), stored.name, values)
+        return self._in_order(name, values)
+
+    def stored_type(self, name: str) -> str:
+        return self.stored[name].tensor_type.name
+
+    def grid(self, name: str) -> Quantized | None:
+        stored = self.stored[name]
+        if stored.tensor_type.name not in GRIDS:
+            return None
+        return read_grid(stored.tensor_type.name, self._in_order(name, stored.data))
+
+    def _in_order(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Rows [N, ...] as a Hugging Face checkpoint has them."""
         if ".q_proj." in name:
-            return _split_halves(values, self.config.heads)
+            return _split_halves(rows, self.config.heads)
         if ".k_proj." in name:
-            return _split_halves(values, self.config.kv_heads)
-        return values
+            return _split_halves(rows, self.config.kv_heads)
+        return rows
 
     def save_tokenizer(self, folder: Path) -> bool:
         if self.tokenizer is not None:
@@ -241,7 +256,7 @@ def _dequantize(stored: gguf.ReaderTensor) -> Float32:
     return np.array(values) if stored.tensor_type == gguf.GGMLQuantizationType.F32 else values  # F32 is the map itself
 
 
-def _split_halves(rows: Float32, heads: int) -> Float32:
+def _split_halves(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """Undo llama.cpp's interleaving of q and k: a head's rows (2i, 2i + 1) become rows i and i + head_dim / 2."""
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,111 +1,224 @@
-"""From traced graph to device graph: weights attached, matrix products in the device's own form."""
+"""From traced graph to device graph: weights attached, matrix products and norms in the device's own kernels."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from specedge.bundle import Extent, Weight
-from specedge.export.weights import block_size
+from specedge.devices.device import Device
+from specedge.export.weights import block_size, side_by_side
 from specedge.quant.scheme import Scheme
 
 _CONTRIB = "com.microsoft"
 
 
-def attach_weights(model: ir.Model, weights: Mapping[str, Weight], location: str, accuracy_level: int) -> None:
+def lower(model: ir.Model, weights: Mapping[str, Weight], location: str, device: Device) -> None:
     """Turn every weight input of a traced graph into initialisers in the file `location`, and its readers into kernels.
 
-    A linear layer arrives as MatMul(x, Transpose(W)) and leaves as MatMulNBits or FusedMatMul; an embedding arrives as
-    Gather(W, ids) and leaves as GatherBlockQuantized over the very bytes the head reads. `accuracy_level` is MatMulNBits'.
+    A linear layer arrives as MatMul(x, Transpose(W)) and leaves as MatMulNBits or FusedMatMul, layers joined by a Concat
+    as one of them where their weights lie side by side; an embedding arrives as Gather(W, ids) and leaves as
+    GatherBlockQuantized over the very bytes the head reads.
     """
     graph = model.graph
-    for value in list(graph.inputs):
-        weight = weights.get(value.name or "")
-        if weight is None:
-            continue
-        graph.inputs.remove(value)
-        if "values" in weight.parts:
-            _attach_float(graph, value, weight, location)
-        else:
-            _attach_quantized(graph, value, weight, location, accuracy_level)
+    inputs = {value.name or "": value for value in graph.inputs}
+    names = [name for name in inputs if name in weights]
+    for name in names:
+        graph.inputs.remove(inputs[name])
+    attach = _Attach(graph, location, device.accuracy_level)
+    for product in list(_products(graph, weights)):
+        attach.product(product)
+    _remove_unused(graph)
+    for name in names:
+        attach.rest(inputs[name], weights[name])
+    if device.form == "in-place":
+        _fuse_norms(graph)
     model.opset_imports.setdefault(_CONTRIB, 1)
 
 
-def _attach_float(graph: ir.Graph, value: ir.Value, weight: Weight, location: str) -> None:
-    extent = weight.parts["values"]
-    value.const_value = _external(weight.name, extent, extent.shape, location)
-    graph.initializers.add(value)
-    for transpose in [node for node in value.consumers() if node.op_type == "Transpose"]:
-        for product in list(transpose.outputs[0].consumers()):
-            _replace(graph, product, "FusedMatMul", [product.inputs[0], value], {"transB": 1})
-        graph.remove(transpose, safe=True)
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """`output` = `x` times the transposed weight."""
+
+    output: ir.Value
+    x: ir.Value
+    weight: Weight
 
 
-def _attach_quantized(graph: ir.Graph, value: ir.Value, weight: Weight, location: str, accuracy_level: int) -> None:
-    scheme, block = Scheme.from_name(weight.scheme), block_size(weight)
-    rows, columns = weight.shape
-    codes = weight.parts["codes"]
-
-    def initializer(part: str, shape: tuple[int, ...], view: str = "") -> ir.Value:
-        name = f"{weight.name}.{part}{view}"
-        if name not in graph.initializers:
-            tensor = _external(name, weight.parts[part], shape, location)
-            graph.initializers.add(
-                ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
-            )
-        return graph.initializers[name]
-
-    scales = initializer("scales", weight.parts["scales"].shape)
-    has_zero = "zero_points" in weight.parts
-    zero_points = [initializer("zero_points", weight.parts["zero_points"].shape)] if has_zero else []
-    for node in list(value.consumers()):
-        if node.op_type == "Gather":
-            data = initializer("codes", (rows, codes.shape[1] * codes.shape[2]), ".rows")
-            layout = {"bits": scheme.bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
-            new = _replace(graph, node, "GatherBlockQuantized", [data, node.inputs[1], scales, *zero_points], layout)
-            _cut_columns(graph, new, columns, codes.shape[1] * block)
+def _products(graph: ir.Graph, weights: Mapping[str, Weight]) -> Iterator[_Product]:
+    """All linear layers, those first that one kernel can take together."""
+    done: set[ir.Value | None] = set()
+    for node in graph:
+        if node.op_type != "Concat":
             continue
-        assert node.op_type == "Transpose", f"{weight.name}: read by {node.op_type}"
-        data = initializer("codes", codes.shape)
+        parts = [part for value in node.inputs if (part := _product(value, weights))]
+        together = side_by_side([part.weight for part in parts])
+        if together and len(parts) == len(node.inputs) and len({part.x for part in parts}) == 1:
+            done.update(node.inputs)
+            yield _Product(node.outputs[0], parts[0].x, together)
+    for node in graph:
+        if node.outputs[0] not in done and (product := _product(node.outputs[0], weights)):
+            yield product
+
+
+def _product(value: ir.Value | None, weights: Mapping[str, Weight]) -> _Product | None:
+    """The linear layer that makes `value`, if one does."""
+    node = value.producer() if value else None
+    if value is None or node is None or node.op_type != "MatMul":
+        return None
+    x, transposed = node.inputs
+    transpose = transposed.producer() if transposed else None
+    matrix = transpose.inputs[0] if transpose and transpose.op_type == "Transpose" else None
+    weight = weights.get(matrix.name or "") if matrix else None
+    return _Product(value, x, weight) if x and weight else None
+
+
+class _Attach:
+    """Writes kernels into a graph; initialisers, and sums of an input over blocks, are made once and shared."""
+
+    def __init__(self, graph: ir.Graph, location: str, accuracy_level: int) -> None:
+        self._graph, self._location, self._accuracy_level = graph, location, accuracy_level
+        self._sums: dict[ir.Value, ir.Value] = {}
+
+    def product(self, product: _Product) -> None:
+        """Replace a linear layer by the kernel for its weight's scheme."""
+        old, x, weight = product.output.producer(), product.x, product.weight
+        assert old is not None
+        if "values" in weight.parts:
+            result = self._float(old, x, self._initializer(weight, "values", weight.parts["values"].shape))
+        else:
+            result = self._quantised(old, x, weight)
+        _take_place(self._graph, old, result)
+
+    def _float(self, old: ir.Node, x: ir.Value, matrix: ir.Value) -> ir.Value:
+        return self._node(old, "FusedMatMul", [x, matrix], {"transB": 1}, _CONTRIB)
+
+    def _quantised(self, old: ir.Node, x: ir.Value, weight: Weight) -> ir.Value:
+        rows, columns = weight.shape
+        codes, block = weight.parts["codes"], block_size(weight)
         attributes = {
-            "bits": scheme.bits,
+            "bits": Scheme.from_name(weight.scheme).bits,
             "block_size": block,
             "K": columns,
             "N": rows,
-            "accuracy_level": accuracy_level,
+            "accuracy_level": self._accuracy_level,
         }
-        for product in list(node.outputs[0].consumers()):
-            _replace(graph, product, "MatMulNBits", [product.inputs[0], data, scales, *zero_points], attributes)
-        graph.remove(node, safe=True)
+        inputs = [x, self._initializer(weight, "codes", codes.shape), *self._grid(weight)]
+        result = self._node(old, "MatMulNBits", inputs, attributes, _CONTRIB)
+        if "offsets" not in weight.parts:
+            return result
+        offsets = self._initializer(weight, "offsets", weight.parts["offsets"].shape)
+        rest = self._float(old, self._block_sums(old, x, columns, block), offsets)
+        return self._node(old, "Add", [result, rest])
+
+    def _block_sums(self, before: ir.Node, x: ir.Value, columns: int, block: int) -> ir.Value:
+        """Sums of x [1, T, K] over every block, [1, T, K / block]."""
+        if x not in self._sums:
+            assert columns % block == 0, "only whole blocks have offsets"
+            split = self._node(before, "Reshape", [x, self._shape(0, 0, columns // block, block)])
+            self._sums[x] = self._node(before, "ReduceSum", [split, self._shape(-1)], {"keepdims": 0})
+        return self._sums[x]
+
+    def rest(self, value: ir.Value, weight: Weight) -> None:
+        """What is not a linear layer: gathered rows of a matrix, or a vector read as it is."""
+        for node in list(value.consumers()):
+            if node.op_type == "Gather" and "codes" in weight.parts:
+                _take_place(self._graph, node, self._rows(node, weight))
+        if "values" in weight.parts and value.uses():
+            own = self._initializer(weight, "values", weight.parts["values"].shape)
+            ir.convenience.replace_all_uses_with(value, own)
+
+    def _rows(self, old: ir.Node, weight: Weight) -> ir.Value:
+        """Dequantised rows of an embedding."""
+        rows, columns = weight.shape
+        codes, block, ids = weight.parts["codes"], block_size(weight), old.inputs[1]
+        stored = codes.shape[1] * block
+        data = self._initializer(weight, "codes", (rows, codes.shape[1] * codes.shape[2]), ".rows")
+        attributes = {
+            "bits": Scheme.from_name(weight.scheme).bits,
+            "block_size": block,
+            "gather_axis": 0,
+            "quantize_axis": 1,
+        }
+        result = self._node(old, "GatherBlockQuantized", [data, ids, *self._grid(weight)], attributes, _CONTRIB)
+        if "offsets" in weight.parts:
+            offsets = self._initializer(weight, "offsets", weight.parts["offsets"].shape)
+            offset = self._node(old, "Gather", [offsets, ids], {"axis": 0})
+            blocks = self._node(old, "Reshape", [result, self._shape(0, 0, columns // block, block)])
+            whole = self._node(old, "Add", [blocks, self._node(old, "Unsqueeze", [offset, self._shape(-1)])])
+            return self._node(old, "Reshape", [whole, self._shape(0, 0, columns)])
+        if columns == stored:
+            return result
+        cut = [self._shape(number) for number in (0, columns, -1)]  # the padding of a ragged last block
+        return self._node(old, "Slice", [result, *cut])
+
+    def _grid(self, weight: Weight) -> list[ir.Value]:
+        """Scales, and zero points where the kernel takes them."""
+        names = [name for name in ("scales", "zero_points") if name in weight.parts]
+        return [self._initializer(weight, name, weight.parts[name].shape) for name in names]
+
+    def _initializer(self, weight: Weight, part: str, shape: tuple[int, ...], view: str = "") -> ir.Value:
+        name = weight.name if part == "values" else f"{weight.name}.{part}{view}"
+        return self._constant(name, _external(name, weight.parts[part], shape, self._location))
+
+    def _shape(self, *numbers: int) -> ir.Value:
+        """A constant vector of int64."""
+        name = "ints_" + "_".join(str(number) for number in numbers)
+        return self._constant(name, ir.tensor(list(numbers), ir.DataType.INT64, name=name))
+
+    def _constant(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        shape = ir.Shape(list(tensor.shape.numpy()))
+        value = ir.Value(name=name, const_value=tensor, shape=shape, type=ir.TensorType(tensor.dtype))
+        return self._graph.initializers.setdefault(name, value)
+
+    def _node(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, int] | None = None,
+        domain: str = "",
+    ) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes, domain=domain)
+        self._graph.insert_before(before, node)
+        return node.outputs[0]
 
 
-def _cut_columns(graph: ir.Graph, node: ir.Node, columns: int, stored: int) -> None:
-    """Drop the padding of a ragged last block from gathered rows."""
-    if columns == stored:
-        return
-    output = node.outputs[0]
-    bounds = [
-        graph.initializers.setdefault(name, ir.Value(name=name, const_value=ir.tensor([number], ir.DataType.INT64, name=name)))
-        for name, number in (("cut_start", 0), ("cut_end", columns), ("cut_axis", -1))
-    ]
-    cut = ir.node("Slice", [output, *bounds])
-    cut.outputs[0].name = f"{output.name}_cut"
-    cut.outputs[0].type, cut.outputs[0].shape = output.type, output.shape
-    output.shape = None
-    graph.insert_after(node, cut)
-    for consumer, index in list(output.uses()):
-        if consumer is not cut:
-            consumer.replace_input_with(index, cut.outputs[0])
+def _fuse_norms(graph: ir.Graph) -> None:
+    """Add and the RMSNormalization behind it become one SkipSimplifiedLayerNormalization."""
+    for node in list(graph):
+        total = node.inputs[0] if node.op_type == "RMSNormalization" else None
+        add = total.producer() if total else None
+        if add is None or total is None or add.op_type != "Add":
+            continue
+        epsilon = node.attributes["epsilon"].as_float()
+        fused = ir.node(
+            "SkipSimplifiedLayerNormalization",
+            [*add.inputs, node.inputs[1]],
+            {"epsilon": epsilon},
+            domain=_CONTRIB,
+            num_outputs=4,
+        )
+        graph.insert_before(node, fused)
+        fused.outputs[1].name = fused.outputs[2].name = ""
+        _take_place(graph, node, fused.outputs[0])
+        _take_place(graph, add, fused.outputs[3])
 
 
-def _replace(graph: ir.Graph, old: ir.Node, op_type: str, inputs: list[ir.Value | None], attributes: dict[str, int]) -> ir.Node:
-    """Put a contrib node in the place of `old`, whose output keeps its name, type and readers."""
-    new = ir.node(op_type, inputs, attributes, domain=_CONTRIB)
-    before, after = old.outputs[0], new.outputs[0]
-    after.name, after.type, after.shape = before.name, before.type, before.shape
-    graph.insert_after(old, new)
-    ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
+def _take_place(graph: ir.Graph, old: ir.Node, new: ir.Value) -> None:
+    """Give the readers of `old`'s only output `new` instead, under the old name."""
+    before = old.outputs[0]
+    new.name, new.type, new.shape = before.name, before.type, before.shape
+    ir.convenience.replace_all_uses_with(before, new, replace_graph_outputs=True)
     graph.remove(old, safe=True)
-    return new
+
+
+def _remove_unused(graph: ir.Graph) -> None:
+    """Drop the nodes whose work the kernels took over."""
+    outputs = set(graph.outputs)
+    for node in reversed(list(graph)):
+        if not any(value.uses() or value in outputs for value in node.outputs):
+            graph.remove(node, safe=True)
 
 
 def _external(name: str, extent: Extent, shape: tuple[int, ...], location: str) -> ir.ExternalTensor:

@@ -47,6 +47,12 @@ class SafetensorsCheckpoint:
         check_finite(str(stored.path), stored.name, values)
         return values
 
+    def stored_type(self, name: str) -> str:
+        return self.stored[name].dtype
+
+    def grid(self, name: str) -> None:
+        return None  # the quantised layouts of safetensors are refused when the folder is opened
+
     def save_tokenizer(self, folder: Path) -> bool:
         if self.tokenizer is not None:
             self.tokenizer.save(folder)

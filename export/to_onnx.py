@@ -37,7 +37,7 @@ def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, d
         inputs, symbols = _example(config, form, width, context, _TYPES[dtype])
         kv = [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
         past, new = "past_", "present_" if form == "in-place" else "new_"
-        lengths = ["seqlens_k", "total_sequence_length"] if form == "in-place" else []
+        lengths = ["seqlens_k", "total_sequence_length", "logits_rows"] if form == "in-place" else []
         program = torch.onnx.export(
             model,
             inputs,
@@ -102,7 +102,8 @@ def _example(
     slots_kept = context + (IN_PLACE_SPARE if form == "in-place" else 0)
     kv_shape = (1, config.kv_heads, slots_kept, padded_head_dim(config, form))
     past = [(torch.empty(kv_shape, dtype=dtype), torch.empty(kv_shape, dtype=dtype)) for _ in range(config.layers)]
-    lengths = (torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int32)) if form == "in-place" else ()
+    length = torch.empty(1, dtype=torch.int32)
+    lengths = (length, length.clone(), torch.empty(2, dtype=torch.int64)) if form == "in-place" else ()
     inputs = (
         torch.empty(1, rows, dtype=torch.int32),
         torch.empty(1, 1, rows, half, dtype=dtype),
@@ -112,11 +113,13 @@ def _example(
         lengths,
     )
     vary: tuple[dict[int, object], ...] = ({}, {}, {}, {})
+    rows_vary: tuple[dict[int, object], ...] = ({},) * len(lengths)
     if width is None:
         most = max(context, slots)  # the example must fit
         step, total = torch.export.Dim("T", min=1, max=most), torch.export.Dim("total", min=1, max=most)
         vary = ({1: step}, {2: step}, {2: step}, {2: step, 3: total})
-    return inputs, (*vary, [({}, {})] * config.layers, ({},) * len(lengths))
+        rows_vary = ({}, {}, {0: torch.export.Dim("R", min=0, max=most)})
+    return inputs, (*vary, [({}, {})] * config.layers, rows_vary)
 
 
 def _weights_to_inputs(model: ir.Model, names: set[str], tied: bool) -> None:

@@ -1,5 +1,8 @@
 """The weight file: every tensor of a role once, page-aligned, shared by all of its graphs; and its reading back."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -20,6 +23,20 @@ _SMALL = 64 * 1024  # below this a tensor is not worth a page of padding; 64 byt
 _BLOCKS = (128, 64, 32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A tensor on its way into the file. `source` is the type it had in the checkpoint, `exact` whether it kept its values."""
+
+    name: str
+    values: Array | Quantized
+    source: str
+    exact: bool
+
+    @property
+    def scheme(self) -> str:
+        return self.values.scheme.name if isinstance(self.values, Quantized) else str(self.values.dtype)
+
+
 class WeightWriter:
     """Writes tensors one after the other; use as a context manager."""
 
@@ -34,28 +51,63 @@ class WeightWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
 
-    def add_float(self, name: str, values: Array) -> Weight:
-        """Store values as they are: float32 or float16."""
-        return Weight(name, str(values.dtype), values.shape, {"values": self._append(values)})
+    def add(self, tensors: Sequence[Stored]) -> list[Weight]:
+        """Store tensors of one scheme and row length side by side, part by part: one matrix to a kernel that wants it."""
+        arrays = [_parts(tensor.values) for tensor in tensors]
+        extents: list[dict[str, Extent]] = [{} for _ in tensors]
+        for part in arrays[0]:
+            self._align(sum(array[part].nbytes for array in arrays))
+            for array, extent in zip(arrays, extents, strict=True):
+                extent[part] = self._append(array[part])
+        return [
+            Weight(tensor.name, tensor.scheme, tensor.values.shape, extent, tensor.source, tensor.exact)
+            for tensor, extent in zip(tensors, extents, strict=True)
+        ]
 
-    def add_quantized(self, name: str, stored: Quantized) -> Weight:
-        """Store codes, scales and zero points in the layout of MatMulNBits."""
-        blocked = stored.regroup(channel_block(stored.shape[1])) if stored.scheme.group is None else stored
-        parts = {
-            "codes": self._append(pack_codes(blocked.codes, blocked.scheme.bits)),
-            "scales": self._append(blocked.scales),
-        }
-        if blocked.zero_points is not None:
-            parts["zero_points"] = self._append(pack_zero_points(blocked.zero_points, blocked.scheme.bits))
-        return Weight(name, str(stored.scheme), stored.shape, parts)
+    def _align(self, size: int) -> None:
+        alignment = PAGE if size >= _SMALL else 64
+        self._file.seek(-(-self._file.tell() // alignment) * alignment)
 
     def _append(self, array: Array) -> Extent:
         array = np.ascontiguousarray(array)
-        alignment = PAGE if array.nbytes >= _SMALL else 64
-        offset = -(-self._file.tell() // alignment) * alignment
-        self._file.seek(offset)
+        offset = self._file.tell()
         self._file.write(array.data)
         return Extent(offset, array.nbytes, str(array.dtype), array.shape)
+
+
+def _parts(values: Array | Quantized) -> dict[str, Array]:
+    """What is written of a tensor, in the layout of MatMulNBits; `offsets` are what a graph adds for `minima`."""
+    if not isinstance(values, Quantized):
+        return {"values": values}
+    blocked = values.regroup(channel_block(values.shape[1])) if values.scheme.group is None else values
+    bits = blocked.scheme.bits
+    parts: dict[str, Array] = {"codes": pack_codes(blocked.codes, bits), "scales": blocked.scales.astype(np.float32)}
+    if blocked.zero_points is not None:
+        parts["zero_points"] = pack_zero_points(blocked.zero_points, bits)
+    if blocked.minima is not None:
+        parts |= {"offsets": blocked.offsets(), "minima": blocked.minima}
+    return parts
+
+
+def side_by_side(weights: Sequence[Weight]) -> Weight | None:
+    """Weights that lie one after the other in every part as one with all their rows; None for any that do not."""
+    if not weights:
+        return None
+    first, parts = weights[0], dict(weights[0].parts)
+    for before, weight in pairwise(weights):
+        same = (weight.scheme, weight.shape[1:], weight.parts.keys()) == (first.scheme, first.shape[1:], first.parts.keys())
+        if not same or any(part.offset != _end(before.parts[name]) for name, part in weight.parts.items()):
+            return None
+        for name, part in weight.parts.items():
+            rows = parts[name].shape[0] + part.shape[0]
+            parts[name] = replace(parts[name], bytes=parts[name].bytes + part.bytes, shape=(rows, *part.shape[1:]))
+    shape = (sum(weight.shape[0] for weight in weights), *first.shape[1:])
+    name = "+".join(weight.name for weight in weights)
+    return replace(first, name=name, shape=shape, parts=parts)
+
+
+def _end(extent: Extent) -> int:
+    return extent.offset + extent.bytes
 
 
 def channel_block(columns: int) -> int:
@@ -71,19 +123,24 @@ def block_size(weight: Weight) -> int:
 
 def read_float32(weight: Weight, path: Path) -> tuple[Float32, Float32 | None]:
     """Values of a stored weight in float32, dequantised, and the size of a quantisation step at each (None: not quantised)."""
+    if "values" in weight.parts:
+        return _read(path, weight.parts["values"]).astype(np.float32), None
+    stored = _read_quantized(weight, path)
+    block = stored.scheme.block(weight.shape[1])
+    steps = np.repeat(np.abs(stored.scales.astype(np.float32)), block, axis=1)[:, : weight.shape[1]]
+    return stored.dequantize(), steps
+
+
+def _read_quantized(weight: Weight, path: Path) -> Quantized:
+    """In blocks, also where the scheme has one scale per channel."""
     parts: dict[str, Any] = {name: _read(path, extent) for name, extent in weight.parts.items()}
-    if "values" in parts:
-        return parts["values"].astype(np.float32), None
     scheme = Scheme.from_name(weight.scheme)
     codes = unpack_codes(parts["codes"], scheme.bits)
     _, blocks, block = codes.shape
     zero_points = parts.get("zero_points")
     unpacked = None if zero_points is None else unpack_zero_points(zero_points, scheme.bits, blocks)
-    blocked = Scheme(scheme.bits, block, scheme.symmetric)
     shape = (weight.shape[0], weight.shape[1])
-    values = Quantized(blocked, shape, codes, parts["scales"], unpacked).dequantize()
-    steps = np.repeat(np.abs(parts["scales"].astype(np.float32)), block, axis=1)[:, : shape[1]]
-    return values, steps
+    return Quantized(replace(scheme, group=block), shape, codes, parts["scales"], unpacked, parts.get("minima"))
 
 
 def _read(path: Path, extent: Extent) -> Array:

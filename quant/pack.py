@@ -1,6 +1,6 @@
 """The one store of quantised weights, and its packing into the bytes of ONNX Runtime's MatMulNBits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +13,18 @@ Scales = npt.NDArray[np.float32 | np.float16]
 
 @dataclass(frozen=True, slots=True, eq=False)  # eq: arrays have no single truth
 class Quantized:
-    """A matrix [N, K] in codes: weight = (code - zero point) * scale, per block of a row.
+    """A matrix [N, K] in codes: weight = (code - zero point) * scale, or code * scale + minimum, per block of a row.
 
-    Codes are unpacked; the last block of a row is filled up with the code of zero. Scales may be negative. Raises
-    ValueError when the parts do not belong together.
+    Codes are unpacked; the last block of a row is filled up with the code of zero (with minima, which code is of no
+    concern). Scales may be negative. Raises ValueError when the parts do not belong together.
     """
 
     scheme: Scheme
     shape: tuple[int, int]
     codes: Bytes  # [N, blocks, block]
     scales: Scales  # [N, blocks]
-    zero_points: Bytes | None  # [N, blocks]; None: the scheme's middle code
+    zero_points: Bytes | None = None  # [N, blocks] where the scheme is asymmetric
+    minima: Scales | None = None  # [N, blocks] where the scheme has them
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -33,11 +34,14 @@ class Quantized:
             raise ValueError(f"codes: expected uint8 {codes_shape}, found {self.codes.dtype} {self.codes.shape}")
         if self.scales.shape != per_block or self.scales.dtype not in (np.float32, np.float16):
             raise ValueError(f"scales: expected floats {per_block}, found {self.scales.dtype} {self.scales.shape}")
-        if (self.zero_points is None) != self.scheme.symmetric:
-            raise ValueError(f"zero points: {self.scheme} has them if and only if it is asymmetric")
-        zero_points = self.scales if self.zero_points is None else self.zero_points
-        if zero_points.shape != per_block:
-            raise ValueError(f"zero points: expected {per_block}, found {zero_points.shape}")
+        for name, part, wanted in (
+            ("zero points", self.zero_points, not self.scheme.symmetric and not self.scheme.minima),
+            ("minima", self.minima, self.scheme.minima),
+        ):
+            if (part is not None) != wanted:
+                raise ValueError(f"{name}: {self.scheme} {'needs' if wanted else 'has none of'} them")
+            if part is not None and part.shape != per_block:
+                raise ValueError(f"{name}: expected {per_block}, found {part.shape}")
         if self.codes.size and self.codes.max() > self.scheme.top_code:
             raise ValueError(f"codes: expected at most {self.scheme.top_code}, found {self.codes.max()}")
 
@@ -46,7 +50,22 @@ class Quantized:
         rows, columns = self.shape
         weight = np.subtract(self.codes, self._zero_codes(), dtype=np.float32)
         weight *= self.scales[:, :, None]
+        if self.minima is not None:
+            weight += self.minima[:, :, None]
         return weight.reshape(rows, -1)[:, :columns]
+
+    def offsets(self) -> npt.NDArray[np.float32]:
+        """What each block adds to the weights of a symmetric matrix of the same codes and scales, [N, blocks].
+
+        Kernels that know only symmetric codes compute x W^T as x (symmetric W)^T + (sums of x over each block) offsets^T,
+        which is exact. Raises ValueError for a symmetric scheme, which needs none.
+        """
+        middle = self.scheme.middle_code * self.scales.astype(np.float32)
+        if self.minima is not None:
+            return self.minima + middle
+        if self.zero_points is None:
+            raise ValueError(f"{self.scheme} is symmetric: it has no offsets")
+        return middle - self.zero_points * self.scales.astype(np.float32)
 
     def regroup(self, group: int) -> "Quantized":
         """The same weights in blocks of `group`, with scales repeated: for kernels that know no larger block.
@@ -54,20 +73,21 @@ class Quantized:
         Raises ValueError where a block of `group` columns would straddle two scales.
         """
         rows, columns = self.shape
-        scheme = Scheme(self.scheme.bits, group, self.scheme.symmetric)
+        scheme = replace(self.scheme, group=group)
         if self.scheme.group is not None and self.scheme.group % group:
             raise ValueError(f"{self.scheme} cannot be regrouped to {group}: blocks would straddle its scales")
         blocks = scheme.blocks(columns)
         source = np.arange(blocks) * group // self.scheme.block(columns)  # the old block of each new one
         codes = np.empty((rows, blocks, group), np.uint8)
-        codes[:] = self._zero_codes()[:, source] if self.zero_points is not None else scheme.middle_code
+        codes[:] = self._zero_codes()[:, source] if self.zero_points is not None else self._zero_codes()
         codes.reshape(rows, -1)[:, :columns] = self.codes.reshape(rows, -1)[:, :columns]
         zero_points = None if self.zero_points is None else self.zero_points[:, source]
-        return Quantized(scheme, self.shape, codes, self.scales[:, source], zero_points)
+        minima = None if self.minima is None else self.minima[:, source]
+        return Quantized(scheme, self.shape, codes, self.scales[:, source], zero_points, minima)
 
-    def _zero_codes(self) -> Bytes:  # [N, blocks, 1] or one number
+    def _zero_codes(self) -> Bytes:  # what is subtracted from the codes: [N, blocks, 1] or one number
         if self.zero_points is None:
-            return np.asarray(self.scheme.middle_code, np.uint8)
+            return np.asarray(0 if self.scheme.minima else self.scheme.middle_code, np.uint8)
         return self.zero_points[:, :, None]
 
 

@@ -1,6 +1,6 @@
 """How weights are stored in few bits: the only place where bits, group and symmetry are checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from specedge.errors import SpecedgeError
@@ -13,14 +13,18 @@ GROUPS: dict[str, int | None] = {"16": 16, "32": 32, "64": 64, "128": 128, "chan
 class Scheme:
     """Weights of a matrix [N, K] as unsigned codes, with one scale per `group` columns of a row (None: one per row).
 
-    A symmetric scheme means a weight of zero by the middle code; otherwise every scale has a zero point beside it.
+    A symmetric scheme means a weight of zero by the middle code. Otherwise every scale has the code of zero beside it or,
+    with `minima`, the weight that code 0 stands for.
     """
 
     bits: int
     group: int | None
     symmetric: bool = True
+    minima: bool = False
 
     def __post_init__(self) -> None:
+        if self.symmetric and self.minima:
+            raise ValueError("a symmetric scheme has no minima")
         if self.bits not in BITS.values():
             raise ValueError(f"bits must be 4 or 8, found {self.bits}")
         if self.group not in GROUPS.values():
@@ -43,13 +47,16 @@ class Scheme:
                 return cls.parse(weights, group)
             case [weights, group, "asymmetric"]:
                 return cls.parse(weights, group, symmetric=False)
-        raise SpecedgeError(f"scheme {name}: not understood; expected a name such as int4/32 or int8/channel/asymmetric")
+            case [weights, group, "minima"]:
+                return replace(cls.parse(weights, group, symmetric=False), minima=True)
+        raise SpecedgeError(f"scheme {name}: not understood; expected a name such as int4/32 or int4/32/minima")
 
     @property
     def name(self) -> str:
-        """What the manifest stores: `int4/32`, `int8/channel`, `int4/32/asymmetric`."""
+        """What the manifest stores: `int4/32`, `int8/channel`, `int4/32/asymmetric`, `int4/32/minima`."""
         group = "channel" if self.group is None else str(self.group)
-        return f"int{self.bits}/{group}" + ("" if self.symmetric else "/asymmetric")
+        kind = "" if self.symmetric else "/minima" if self.minima else "/asymmetric"
+        return f"int{self.bits}/{group}{kind}"
 
     def __str__(self) -> str:
         return self.name

@@ -120,6 +120,7 @@ class _InPlaceSequence(Sequence):
         self._bias = np.zeros(self.widest * role.context, dtype)
         self._logits = np.zeros(self.widest * role.vocab_size, dtype)
         self._lengths = np.zeros((2, 1), np.int32)
+        self._rows = np.arange(self.widest, dtype=np.int64)
         self._binding.input("seqlens_k", self._lengths[0])
         self._binding.input("total_sequence_length", self._lengths[1])
 
@@ -137,6 +138,7 @@ class _InPlaceSequence(Sequence):
         for name, array in (("rope_cos", cos), ("rope_sin", sin), ("attention_bias", bias)):
             self._binding.input(name, array)
         self._binding.input("input_ids", self._ids[:rows].reshape(1, rows))
+        self._binding.input("logits_rows", self._rows[:rows])
         self._binding.output("logits", logits)
         self._binding.run()
         rows_out: Logits = logits[0].astype(np.float32, copy=False)

@@ -135,6 +135,7 @@ def feed(
     if role.form == "in-place":
         inputs["seqlens_k"] = np.asarray([length + width - 1], np.int32)
         inputs["total_sequence_length"] = np.asarray([length + width], np.int32)
+        inputs["logits_rows"] = np.arange(width)
     names = [f"past_{kind}_{layer}" for layer in range(role.kv.layers) for kind in ("key", "value")]
     return inputs | {name: past(kv_shape).astype(dtype) for name in names}
 
@@ -214,6 +215,16 @@ def test_a_tied_matrix_is_stored_once(models: Models, body: Any, head: Any, devi
 
 def external(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     return {item.name: tuple(item.dims) for item in model.graph.initializer if item.external_data}
+
+
+def covered(extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending (offset, size) with what touches merged."""
+    merged: list[tuple[int, int]] = []
+    for offset, size in extents:
+        if merged and sum(merged[-1]) == offset:
+            offset, size = merged[-1][0], merged.pop()[1] + size
+        merged.append((offset, size))
+    return merged
 
 
 def locations(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:
@@ -542,10 +553,13 @@ def test_weights_lie_beside_small_graphs_on_pages(models: Models, device: str, b
     assert ends[-1] == bundle.manifest.files["target/weights.bin"].bytes
     large = [offset for offset, size in extents if size >= 64 * 1024]
     assert len(large) == 2 and all(offset % PAGE == 0 for offset in large)
-    assert all(offset % 64 == 0 for offset, _ in extents)
     for file, model in graphs(bundle).items():
         assert bundle.file(file).stat().st_size < 1 << 20
-        assert set(locations(model).values()) == set(extents)  # all of them, and nothing else
+        read = sorted(set(locations(model).values()))
+        assert all(offset % 64 == 0 for offset, _ in read)
+        assert covered(read) == covered(extents)  # all of them, and nothing else
+        if body == INT4:
+            assert len(read) < len(extents)  # q, k and v are read as one
 
 
 def test_a_conversion_is_the_same_anywhere(models: Models, tmp_path: Path):  # B60, B62

@@ -12,7 +12,7 @@ from typing import Any
 
 from specedge.errors import SpecedgeError
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 
 
@@ -48,12 +48,18 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One checkpoint tensor as stored: its own shape, and parts "values", or "codes", "scales" and perhaps "zero_points"."""
+    """One checkpoint tensor as stored: its own shape, and parts "values", or "codes", "scales" and what zero needs.
+
+    That is nothing, "zero_points", or "minima" with the "offsets" a graph makes up for them with. `source` is the type it
+    had in the checkpoint; `exact` says that it kept its values, bit for bit.
+    """
 
     name: str
     scheme: str
     shape: tuple[int, ...]
     parts: dict[str, Extent]
+    source: str
+    exact: bool
 
 
 @dataclass(frozen=True, slots=True)
