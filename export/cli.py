@@ -48,8 +48,14 @@ def fetch_command(name: str) -> None:
 @click.option("--context", type=int, help="Tokens a text may have (default: 1024, or what the model was made for).")
 @click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a prefill step.")
 @click.option("--weights", type=click.Choice(["int4", "int8", "fp16", "fp32"]), default="int4", show_default=True)
-@click.option("--group", type=click.Choice(list(GROUPS)), default="32", show_default=True, help="Weights per scale.")
-@click.option("--asymmetric", is_flag=True, help="A zero point per group.")
+@click.option("--group", type=click.Choice(list(GROUPS)), help="Weights per scale of a new grid (default: 32).")
+@click.option("--asymmetric", is_flag=True, help="A zero point per group of a new grid.")
+@click.option(
+    "--method",
+    type=click.Choice(["keep", "rtn"]),
+    help="keep: GGUF tensors stay on their own Q4_0, Q4_1 or Q8_0 grid, exactly, unless that has more bits than --weights; "
+    "the rest is rounded. rtn: round everything to the nearest (default: keep, or rtn with --group or --asymmetric).",
+)
 @click.option(
     "--head-weights",
     type=click.Choice(["int4", "int8", "fp16", "fp32"]),
@@ -68,8 +74,9 @@ def convert_command(
     context: int | None,
     chunk: int,
     weights: str,
-    group: str,
+    group: str | None,
     asymmetric: bool,
+    method: str | None,
     head_weights: str | None,
     force: bool,
     json_file: str | None,
@@ -79,8 +86,11 @@ def convert_command(
         raise UsageError("--lookup: means no other drafter; leave out --lookup or --draft")
     if gamma is not None and widths is not None:
         raise UsageError("--widths: says what --gamma would; give one of them")
-    if asymmetric and weights in _FLOATS and head_weights in (None, *_FLOATS):
-        raise UsageError(f"--asymmetric: --weights {weights} has no groups; leave it out or quantise")
+    new_grid = [name for name, given in (("--group", group), ("--asymmetric", asymmetric)) if given]
+    if new_grid and weights in _FLOATS and head_weights in (None, *_FLOATS):
+        raise UsageError(f"{new_grid[0]}: --weights {weights} has no groups; leave it out or quantise")
+    if new_grid and method == "keep":
+        raise UsageError(f"--method keep: {new_grid[0]} asks for another grid; leave out one of them")
     head = head_weights or (weights if weights in _FLOATS else "int8")
     request = _export("convert").Request(
         model=model,
@@ -90,8 +100,9 @@ def convert_command(
         widths=_widths(widths) if gamma is None else (1, gamma + 1),
         context=context,
         chunk=chunk,
-        body=_weight_form(weights, group, not asymmetric),
-        head=_weight_form(head, group, not asymmetric),
+        body=_weight_form(weights, group or "32", not asymmetric),
+        head=_weight_form(head, group or "32", not asymmetric),
+        keep=method != "rtn" and not new_grid,
         force=force,
     )
     out = Output(json_file)

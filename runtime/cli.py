@@ -13,7 +13,7 @@ from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime import prompts
 from specedge.runtime.bench import Comparison, as_dict, bench
 from specedge.runtime.generate import Engine, load
-from specedge.runtime.inspect import inspect, weight_bytes
+from specedge.runtime.inspect import inspect, tensor_groups
 from specedge.runtime.plan import break_even, expected_tokens, speedup
 from specedge.runtime.results import Result
 from specedge.runtime.sample import Sampling
@@ -227,8 +227,14 @@ def show_bundle(output: Output, bundle: Bundle) -> None:
         for graph in record.graphs:
             width = "any width" if graph.width is None else f"width {graph.width}"
             print_(f"  {graph.file}: {width}, {sum(graph.ops.values())} nodes")
-    for scheme, count in weight_bytes(bundle).items():
-        print_(f"  weights {scheme}: {size(count)}")
+    table = rich.table.Table("role", "part", "tensors", "checkpoint", "stored", "bytes", "exact")
+    groups = tensor_groups(bundle)
+    for group in groups:
+        exact = "yes" if group.exact else "no"
+        table.add_row(group.role, group.part, str(group.tensors), group.source, group.scheme, size(group.bytes), exact)
+    print_(table)
+    for kind in sorted({group.source for group in groups if "Q" in group.source and not group.exact}):
+        print_(f"  {kind} was dequantised and stored anew")
 
 
 @click.command("plan")

@@ -1,6 +1,7 @@
 """What a bundle holds, from its manifest alone."""
 
 from collections import Counter
+from dataclasses import asdict, dataclass
 
 from specedge.bundle import Bundle
 
@@ -20,11 +21,42 @@ def inspect(bundle: Bundle) -> dict[str, object]:
         "bytes": sum(file.bytes for file in manifest.files.values()),
         "graphs": graphs,
         "weights": weight_bytes(bundle),
+        "tensors": [asdict(group) for group in tensor_groups(bundle)],
         "drafters": list(manifest.drafters),
         "sources": {role: source.name for role, source in manifest.sources.items()},
         "licenses": {role: source.license for role, source in manifest.sources.items()},
         "eos_ids": list(manifest.eos_ids),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors of a role that serve alike and are stored alike; `exact` if all kept the checkpoint's values, bit for bit."""
+
+    role: str
+    part: str  # of the model: embedding, head, attention, mlp, norms
+    source: str
+    scheme: str
+    exact: bool
+    tensors: int
+    bytes: int
+
+
+def tensor_groups(bundle: Bundle) -> list[TensorGroup]:
+    """How every tensor is stored, in the order of the model."""
+    counts: dict[tuple[str, str, str, str, bool], list[int]] = {}
+    for name, role in bundle.manifest.roles.items():
+        for weight in role.weights:
+            key = (name, _part(weight.name), weight.source, weight.scheme, weight.exact)
+            total = counts.setdefault(key, [0, 0])
+            total[0] += 1
+            total[1] += sum(extent.bytes for extent in weight.parts.values())
+    return [TensorGroup(*key, tensors=tensors, bytes=size) for key, (tensors, size) in counts.items()]
+
+
+def _part(name: str) -> str:
+    parts = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp"}
+    return next((part for module, part in parts.items() if module in name.split(".")), "norms")
 
 
 def weight_bytes(bundle: Bundle) -> dict[str, int]:
