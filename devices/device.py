@@ -21,6 +21,7 @@ class Device:
     static: bool
     mask_value: float
     accuracy_level: int  # of MatMulNBits: 4 computes with int8 activations, 1 with float32
+    prepares: bool  # whether weights are kept in the user's cache in the order the kernels read them
     default_widths: tuple[int, ...]
     verify_cost: tuple[tuple[int, float], ...]
 

@@ -20,6 +20,7 @@ _ROWS = (
         static=False,
         mask_value=_CPU_MASK,
         accuracy_level=4,
+        prepares=True,
         default_widths=(1, 5, 9, 17),
         verify_cost=_CPU_VERIFY_COST,
     ),
@@ -33,6 +34,7 @@ _ROWS = (
         static=True,
         mask_value=_CPU_MASK,
         accuracy_level=1,
+        prepares=False,  # each of its graphs would keep a file of its own, and at this level nothing is reordered for speed
         default_widths=(1, 5, 9),
         verify_cost=_CPU_VERIFY_COST,
     ),

@@ -23,10 +23,10 @@ class _Totals:
     host_seconds: float = 0.0
     per_round: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, stats: Stats, drafter_computes: bool) -> None:
+    def add(self, stats: Stats) -> None:
         self.tokens += stats.tokens
         self.seconds += stats.decode_seconds
-        self.host_seconds += stats.decode_seconds - stats.verify_seconds - drafter_computes * stats.draft_seconds
+        self.host_seconds += stats.decode_seconds - stats.graph_seconds
         self.per_round += stats.per_round
 
 
@@ -97,7 +97,6 @@ def _compare(
     progress: Progress,
 ) -> Comparison:
     totals = {False: _Totals(), True: _Totals()}
-    drafter_computes = engine.drafter_name != "lookup"
     ratios: list[float] = []
     identical, near_ties = True, 0
     progress(f"bench: {name}", 0, len(prompts) * repeats)
@@ -106,7 +105,7 @@ def _compare(
             found = {}
             for speculate in (False, True) if repeat % 2 == 0 else (True, False):
                 found[speculate] = engine.generate(list(prompt), Sampling(), max_new_tokens, gamma=gamma, speculate=speculate)
-                totals[speculate].add(found[speculate].stats, drafter_computes and speculate)
+                totals[speculate].add(found[speculate].stats)
             ratios.append(found[True].stats.tokens_per_second / found[False].stats.tokens_per_second)
             progress(f"bench: {name}", len(ratios), len(prompts) * repeats)
         if found[True].ids != found[False].ids:

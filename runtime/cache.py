@@ -1,5 +1,7 @@
 """The KV cache of one sequence: accepted columns are kept, rejected ones are never copied."""
 
+import math
+import mmap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,13 +12,19 @@ from specedge.bundle import KVLayout
 Array = npt.NDArray[np.generic]
 
 
+def unwritten(shape: tuple[int, ...], dtype: str) -> Array:
+    """Zeros that take no memory until they are written, whatever the heap was used for before."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
+
+
 class KVCache:
     """2 x layers buffers [1, K, slots, D]; the first `length` columns hold the committed tokens, at most `context`."""
 
     def __init__(self, layout: KVLayout, context: int) -> None:
         shape = (1, layout.heads, layout.slots, layout.head_dim)
         names = [f"{kind}_{layer}" for layer in range(layout.layers) for kind in ("key", "value")]
-        self._buffers: dict[str, Array] = {name: np.zeros(shape, layout.dtype) for name in names}
+        self._buffers: dict[str, Array] = {name: unwritten(shape, layout.dtype) for name in names}
         self._context = context
         self.length = 0
 

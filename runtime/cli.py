@@ -1,7 +1,8 @@
 """The commands a plain install can run: generate, bench, inspect, plan."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from specedge.runtime import prompts
 from specedge.runtime.bench import Comparison, as_dict, bench
 from specedge.runtime.generate import Engine, load
 from specedge.runtime.inspect import inspect, tensor_groups
+from specedge.runtime.memory import EngineMemory, measure_engines
 from specedge.runtime.plan import break_even, expected_tokens, speedup
 from specedge.runtime.results import Result
 from specedge.runtime.sample import Sampling
@@ -207,13 +209,27 @@ def show_bench(output: Output, drafter: str, results: Mapping[str, Comparison]) 
 
 @click.command("inspect")
 @BUNDLE
+@click.option("--memory", type=click.IntRange(min=1), metavar="ENGINES", help="Open so many engines and show what each takes.")
 @json_option
-def inspect_command(bundle: Path, json_file: str | None) -> None:
+def inspect_command(bundle: Path, memory: int | None, json_file: str | None) -> None:
     """Show what a BUNDLE holds."""
     output = Output(json_file)
     opened = open_bundle(bundle)
     show_bundle(output, opened)
-    output.json(inspect(opened))
+    results = inspect(opened)
+    if memory is not None:
+        engines = measure_engines(bundle, memory)
+        results["memory"] = [asdict(engine) for engine in engines]
+        show_memory(output, engines)
+    output.json(results)
+
+
+def show_memory(output: Output, engines: Sequence[EngineMemory]) -> None:
+    """What each engine took; mapped pages are the same for all of them."""
+    table = rich.table.Table("engine", "weight files", "mapped and resident", "private, added")
+    for number, engine in enumerate(engines, 1):
+        table.add_row(str(number), size(engine.file), size(engine.mapped), size(engine.private))
+    output.console.print(table)
 
 
 def show_bundle(output: Output, bundle: Bundle) -> None:

@@ -26,7 +26,15 @@ _DRAFTERS = ("draft", "lookup")
 class Engine:
     """A bundle opened on a device. One request at a time: a second one while it runs is refused."""
 
-    def __init__(self, bundle: Bundle, device: Device, draft_device: Device, drafter: str | None, threads: int | None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: Device,
+        draft_device: Device,
+        drafter: str | None,
+        threads: int | None,
+        prepare: bool | None = None,
+    ) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
         self.device = device
@@ -36,9 +44,18 @@ class Engine:
         if self.drafter_name not in _DRAFTERS:
             raise SpecedgeError(f"{bundle.path}: drafter {self.drafter_name!r}: this version runs {', '.join(_DRAFTERS)}")
         self.tokenizer = Tokenizer(bundle) if "tokenizer.json" in manifest.files else None
-        self.target = Model(bundle, "target", device, threads).sequence()
-        self._draft = Model(bundle, "draft", draft_device, threads).sequence() if self.drafter_name == "draft" else None
+        models = [Model(bundle, "target", device, threads, prepare)]
+        if self.drafter_name == "draft":
+            models.append(Model(bundle, "draft", draft_device, threads, prepare))
+        self.weight_files = sorted(set().union(*(model.weight_files for model in models)))
+        self.target = models[0].sequence()
+        self._draft = models[1].sequence() if models[1:] else None
         self._busy = threading.Lock()
+
+    @property
+    def graph_seconds(self) -> float:
+        """Time spent inside the graphs of target and draft so far."""
+        return self.target.graph_seconds + (self._draft.graph_seconds if self._draft else 0.0)
 
     @property
     def context(self) -> int:
@@ -199,9 +216,12 @@ class _Request:
     def run(self) -> Generator[Token]:
         self._engine.acquire()
         try:
-            for index, round_ in enumerate(self._rounds()):
+            rounds = self._rounds()
+            before = self._engine.graph_seconds  # the prompt's is not the rounds'
+            for index, round_ in enumerate(rounds):
                 burst = self._cut(round_.tokens)
                 self._stats.add(round_, len(burst))
+                self._stats.graph_seconds = self._engine.graph_seconds - before
                 for token, text in burst:
                     self._ids.append(token)
                     self._written.append(text)
@@ -242,8 +262,12 @@ def load(
     draft_device: str | None = None,
     drafter: str | None = None,
     threads: int | None = None,
+    prepare: bool | None = None,
 ) -> Engine:
     """Open a bundle on a device (default: the one it was made for).
+
+    `prepare=False` leaves the user's cache alone; by default the first load keeps there what later ones map
+    (`runtime.prepared`), if the weights are worth it.
 
     Raises:
         SpecedgeError: The bundle is damaged, or the device cannot run it.
@@ -251,4 +275,4 @@ def load(
     bundle = open_bundle(path)
     row = get_device(device or bundle.manifest.device)
     draft_row = get_device(draft_device) if draft_device else row
-    return Engine(bundle, row, draft_row, drafter, threads)
+    return Engine(bundle, row, draft_row, drafter, threads, prepare)

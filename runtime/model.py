@@ -1,6 +1,8 @@
 """One role of a bundle, ready to step: token ids in, logits out, the graph's form hidden."""
 
+import time
 from collections.abc import Sequence as Tokens
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import numpy.typing as npt
@@ -8,18 +10,31 @@ import numpy.typing as npt
 from specedge.bundle import Bundle, Role
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
-from specedge.runtime.cache import KVCache
+from specedge.runtime import prepared
+from specedge.runtime.cache import KVCache, unwritten
 from specedge.runtime.session import Binding, Session
 from specedge.runtime.tree import TokenTree
 
 Array = npt.NDArray[np.generic]
 Logits = npt.NDArray[np.float32]
+Positions = slice | npt.NDArray[np.integer]  # rows of the rope tables
 
 
 class Model:
-    """The opened graphs of one role; any number of sequences share them."""
+    """The opened graphs of one role; any number of sequences share them.
 
-    def __init__(self, bundle: Bundle, role_name: str, device: Device, threads: int | None = None) -> None:
+    `prepare` says whether weights are mapped in this machine's own order (`runtime.prepared`), which is made on first use:
+    None does so where the device row has such a form and the weights are worth it.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        role_name: str,
+        device: Device,
+        threads: int | None = None,
+        prepare: bool | None = None,
+    ) -> None:
         self.role = bundle.role(role_name)
         if self.role.form != device.form:
             raise SpecedgeError(
@@ -27,12 +42,34 @@ class Model:
                 f"{self.role.form} form; convert with --device {device.name}"
             )
         _check(self.role, f"{bundle.path}: {role_name}")
-        self.sessions = {graph.width: Session(bundle.file(graph.file), graph, device, threads) for graph in self.role.graphs}
         self.tables = rope_tables(self.role)
+        if prepare is None:
+            prepare = self.role.stored_bytes >= prepared.WORTH_IT
+        self.sessions = {
+            graph.width: prepared.open_prepared(bundle, self.role, graph, device, threads, self._same)
+            if prepare and device.prepares
+            else Session(bundle.file(graph.file), graph, device, threads)
+            for graph in self.role.graphs
+        }
+
+    @property
+    def weight_files(self) -> set[Path]:
+        """The files that the sessions map."""
+        return {session.path.with_name(PurePosixPath(self.role.weight_file).name) for session in self.sessions.values()}
 
     def sequence(self) -> "Sequence":
         """A fresh, empty sequence with buffers of its own."""
-        return _InPlaceSequence(self) if self.role.form == "in-place" else _DeltaSequence(self)
+        return self._sequence(self.sessions)
+
+    def _sequence(self, sessions: dict[int | None, Session]) -> "Sequence":
+        kind = _InPlaceSequence if self.role.form == "in-place" else _DeltaSequence
+        return kind(self.role, self.tables, sessions)
+
+    def _same(self, first: Session, second: Session) -> bool:
+        """Whether two sessions of symbolic width give the same logits, bit for bit."""
+        ids = np.arange(min(4, self.role.context, self.role.vocab_size))
+        one, other = (self._sequence({None: session}).step(ids.tolist()) for session in (first, second))
+        return np.array_equal(one, other)
 
 
 def _check(role: Role, where: str) -> None:
@@ -56,10 +93,13 @@ def _check(role: Role, where: str) -> None:
 class Sequence:
     """The cache of one text, and steps that extend it. Logits are views, valid until the next step."""
 
-    def __init__(self, model: Model) -> None:
-        self.role = model.role
-        self._cos, self._sin = model.tables
+    def __init__(self, role: Role, tables: tuple[Array, Array], sessions: dict[int | None, Session]) -> None:
+        self.role = role
+        self._cos, self._sin = tables
         self._cache = KVCache(self.role.kv, self.role.context)
+        self._chain = np.tri(self.widest, dtype=bool)
+        self.graph_seconds = 0.0
+        """Time spent inside graphs so far; the rest of a step is the host's."""
 
     @property
     def length(self) -> int:
@@ -79,70 +119,85 @@ class Sequence:
         row = None
         for start in range(0, len(ids), self.role.chunk):
             chunk = ids[start : start + self.role.chunk]
-            row = self.step(chunk)[-1]
+            row = self._step(chunk, None, first_row=len(chunk) - 1)[0]
             self.commit(range(len(chunk)))
         return row
 
     def step(self, ids: Tokens[int], tree: TokenTree | None = None) -> Logits:
         """Logits [len(ids), V] after each of `ids`, nothing committed: a chain, or a root with its `tree`."""
+        return self._step(ids, tree, first_row=0)
+
+    def _step(self, ids: Tokens[int], tree: TokenTree | None, first_row: int) -> Logits:
         rows = len(ids)
         if rows == 0 or self.length + rows > self.role.context:
             raise ValueError(f"a step of {rows} tokens after {self.length} does not fit a context of {self.role.context}")
         if rows > self.widest:
             raise ValueError(f"a step of {rows} tokens is wider than the widest graph, {self.widest}")
         if tree is None or tree.is_chain:
-            depths, visible = np.arange(rows), np.tri(rows, dtype=bool)
-        else:
-            depths, visible = np.asarray(tree.depths), tree.visible
-        return self._run(np.asarray(ids, np.int32), self.length + depths, visible)
+            return self._run(ids, slice(self.length, self.length + rows), self._chain[:rows, :rows], first_row)
+        return self._run(ids, self.length + np.asarray(tree.depths), tree.visible, first_row)
 
     def commit(self, rows: Tokens[int]) -> None:
         """Keep these rows of the last step, in order, as the next columns of the text."""
         raise NotImplementedError
 
-    def _run(self, ids: npt.NDArray[np.int32], positions: Array, visible: npt.NDArray[np.bool_]) -> Logits:
+    def _timed_run(self, binding: Binding) -> None:
+        start = time.perf_counter()
+        binding.run()
+        self.graph_seconds += time.perf_counter() - start
+
+    def _run(self, ids: Tokens[int], positions: Positions, visible: npt.NDArray[np.bool_], first_row: int) -> Logits:
+        """Logits of the rows from `first_row` on."""
         raise NotImplementedError
 
 
 class _InPlaceSequence(Sequence):
     """One session of symbolic width that writes its columns into the cache itself."""
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        self._binding = model.sessions[None].bind()
-        role, dtype = self.role, self.role.kv.dtype
+    def __init__(self, role: Role, tables: tuple[Array, Array], sessions: dict[int | None, Session]) -> None:
+        super().__init__(role, tables, sessions)
+        self._binding = sessions[None].bind()
+        dtype = role.kv.dtype
         for name, buffer in self._cache.buffers():
             self._binding.input(f"past_{name}", buffer)
             self._binding.output(f"present_{name}", buffer)
-        half = self._cos.shape[1]
         self._ids = np.zeros(self.widest, np.int32)
-        self._rope = np.zeros((2, self.widest * half), dtype)
-        self._bias = np.zeros(self.widest * role.context, dtype)
-        self._logits = np.zeros(self.widest * role.vocab_size, dtype)
+        self._rope = np.zeros((2, self.widest * self._cos.shape[1]), dtype)
+        self._bias = unwritten((self.widest * role.context,), dtype)
+        self._logits = unwritten((self.widest * role.vocab_size,), dtype)
         self._lengths = np.zeros((2, 1), np.int32)
         self._rows = np.arange(self.widest, dtype=np.int64)
         self._binding.input("seqlens_k", self._lengths[0])
         self._binding.input("total_sequence_length", self._lengths[1])
+        self._bound = (0, 0)
 
-    def _run(self, ids: npt.NDArray[np.int32], positions: Array, visible: npt.NDArray[np.bool_]) -> Logits:
+    def _run(self, ids: Tokens[int], positions: Positions, visible: npt.NDArray[np.bool_], first_row: int) -> Logits:
         rows, total = len(ids), self.length + len(ids)
-        half, vocab = self._cos.shape[1], self.role.vocab_size
+        if self._bound != (rows, first_row):
+            self._bind(rows, first_row)
         self._ids[:rows] = ids
-        cos, sin = (flat[: rows * half].reshape(1, 1, rows, half) for flat in self._rope)
-        cos[0, 0], sin[0, 0] = self._cos[positions], self._sin[positions]
+        self._lengths[0], self._lengths[1] = total - 1, total
+        self._cos_rows[:], self._sin_rows[:] = self._cos[positions], self._sin[positions]
         bias = self._bias[: rows * total].reshape(1, 1, rows, total)
         bias[..., : self.length] = 0
         bias[..., self.length :] = np.where(visible, 0, self.role.mask_value)
-        self._lengths[:] = [[total - 1], [total]]
-        logits = self._logits[: rows * vocab].reshape(1, rows, vocab)
-        for name, array in (("rope_cos", cos), ("rope_sin", sin), ("attention_bias", bias)):
-            self._binding.input(name, array)
+        self._binding.input("attention_bias", bias)
+        self._timed_run(self._binding)
+        logits: Logits = self._logit_rows.astype(np.float32, copy=False)
+        return logits
+
+    def _bind(self, rows: int, first_row: int) -> None:
+        """Tie the beginnings of the buffers to what a step of `rows` tokens reads and writes."""
+        half, vocab, wanted = self._cos.shape[1], self.role.vocab_size, rows - first_row
+        cos, sin = (flat[: rows * half].reshape(1, 1, rows, half) for flat in self._rope)
+        logits = self._logits[: wanted * vocab].reshape(1, wanted, vocab)
         self._binding.input("input_ids", self._ids[:rows].reshape(1, rows))
-        self._binding.input("logits_rows", self._rows[:rows])
+        self._binding.input("rope_cos", cos)
+        self._binding.input("rope_sin", sin)
+        self._binding.input("logits_rows", self._rows[first_row:rows])
         self._binding.output("logits", logits)
-        self._binding.run()
-        rows_out: Logits = logits[0].astype(np.float32, copy=False)
-        return rows_out
+        self._cos_rows, self._sin_rows, self._logit_rows = cos[0, 0], sin[0, 0], logits[0]
+        self._bound = rows, first_row
 
     def commit(self, rows: Tokens[int]) -> None:
         self._cache.keep(rows)
@@ -172,14 +227,14 @@ class _Step:
 class _DeltaSequence(Sequence):
     """One session per static width; a step runs in the smallest that fits, padded, and commit copies what was accepted."""
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
+    def __init__(self, role: Role, tables: tuple[Array, Array], sessions: dict[int | None, Session]) -> None:
+        super().__init__(role, tables, sessions)
         half = self._cos.shape[1]
-        widths = sorted(width for width in model.sessions if width is not None)
-        self._steps = {width: _Step(width, model.sessions[width].bind(), self.role, self._cache, half) for width in widths}
+        widths = sorted(width for width in sessions if width is not None)
+        self._steps = {width: _Step(width, sessions[width].bind(), role, self._cache, half) for width in widths}
         self._last = self._steps[widths[0]]
 
-    def _run(self, ids: npt.NDArray[np.int32], positions: Array, visible: npt.NDArray[np.bool_]) -> Logits:
+    def _run(self, ids: Tokens[int], positions: Positions, visible: npt.NDArray[np.bool_], first_row: int) -> Logits:
         rows, context = len(ids), self.role.context
         width = next(width for width in self._steps if width >= rows)
         step = self._last = self._steps[width]
@@ -189,8 +244,8 @@ class _DeltaSequence(Sequence):
         step.bias[0, 0, :, context:][np.diag_indices(width)] = 0  # padding rows see themselves: no empty softmax
         step.bias[0, 0, :rows, : self.length] = 0
         step.bias[0, 0, :rows, context : context + rows][visible] = 0
-        step.binding.run()
-        return step.logits[0, :rows].astype(np.float32, copy=False)
+        self._timed_run(step.binding)
+        return step.logits[0, first_row:rows].astype(np.float32, copy=False)
 
     def commit(self, rows: Tokens[int]) -> None:
         self._cache.append(self._last.columns, rows)

@@ -20,7 +20,10 @@ class Token:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and seconds of one request; `per_round` holds (drafted, accepted) of every round."""
+    """Counts and seconds of one request; `per_round` holds (drafted, accepted) of every round.
+
+    `decode_seconds` are those of the rounds, of which `graph_seconds` passed inside the graphs; the rest is the host's.
+    """
 
     prompt_tokens: int = 0
     tokens: int = 0
@@ -29,6 +32,7 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
+    graph_seconds: float = 0.0
 
     def add(self, round_: Round, emitted: int) -> None:
         self.per_round.append((len(round_.drafted), min(round_.accepted, emitted)))
@@ -80,6 +84,7 @@ class Stats:
             "draft_seconds",
             "verify_seconds",
             "decode_seconds",
+            "graph_seconds",
         )
         return {name: getattr(self, name) for name in names}
 

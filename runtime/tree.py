@@ -104,4 +104,6 @@ class Proposal:
 
     def first(self, count: int) -> "Proposal":
         """The proposal with its first `count` nodes only, a tree themselves; q keeps its rows."""
+        if count >= len(self.tree.tokens):
+            return self
         return replace(self, tree=TokenTree(self.tree.tokens[:count], self.tree.parents[:count]))

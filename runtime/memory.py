@@ -1,0 +1,81 @@
+"""What an engine costs in memory: bytes of its files that are mapped, and bytes of its own."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from specedge.errors import SpecedgeError
+from specedge.runtime.generate import Engine, load
+from specedge.runtime.sample import Sampling
+
+_SMAPS = Path("/proc/self/smaps")
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+\s*(.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Resident bytes of this process: `mapped` pages of the files asked for, and `private` pages that belong to no file."""
+
+    mapped: int
+    private: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """What one more engine took: bytes of its weight files, how many of them are resident, and private bytes it added."""
+
+    file: int
+    mapped: int
+    private: int
+
+
+def measure_engines(path: Path, count: int, tokens: int = 16) -> list[EngineMemory]:
+    """Open `count` engines on a bundle, one after the other, each kept and made to answer once.
+
+    Private bytes are the growth of the process: weights that are not mapped, the session, the KV cache and buffers as far
+    as they were touched. The first engine also pays for what is loaded once per process.
+
+    Raises:
+        SpecedgeError: The bundle cannot be opened, or the system is not Linux.
+    """
+    engines: list[Engine] = []
+    found = []
+    load(path)  # prepares the weights, if nobody has yet
+    before = read_memory([])
+    for _ in range(count):
+        engine = load(path)
+        engines.append(engine)
+        engine.generate([0], Sampling(), min(tokens, engine.context - 1))
+        after = read_memory(engine.weight_files)
+        size = sum(file.stat().st_size for file in engine.weight_files)
+        found.append(EngineMemory(size, after.mapped // len(engines), after.private - before.private))
+        before = after
+    return found
+
+
+def read_memory(files: Iterable[Path]) -> Memory:
+    """What is resident now, as the kernel counts it.
+
+    Pages of a file are there once for all who map it, whatever their number.
+
+    Raises:
+        SpecedgeError: The system has no /proc/self/smaps: it is not Linux.
+    """
+    if not _SMAPS.exists():
+        raise SpecedgeError(f"{_SMAPS}: not here; how memory is divided can be read on Linux only")
+    wanted = {str(path.resolve()) for path in files}
+    mapped = private = 0
+    inside, anonymous = False, False
+    for line in _SMAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        if start := _MAPPING.fullmatch(line):
+            inside, anonymous = start[1] in wanted, not start[1].startswith("/")
+        elif line.startswith("Rss:") and inside:
+            mapped += _bytes(line)
+        elif line.startswith(("Private_Dirty:", "Private_Clean:")) and anonymous:
+            private += _bytes(line)
+    return Memory(mapped, private)
+
+
+def _bytes(line: str) -> int:
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,310 @@
+"""Prepared weights: made once, whole or not at all, mapped by whoever opens the bundle; loading works without them."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+from bundles import make
+from specedge.bundle import MANIFEST, open_bundle
+from specedge.export.convert import INT4, INT8
+from specedge.runtime import Engine, load, prepared
+from specedge.runtime.memory import measure_engines
+from specedge.runtime.model import Model
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared é 中 'q' #1")
+    tiny.f_rand(folder / "model")
+    return make(folder / "model", folder / "bundle", draft=str(folder / "model"), body=INT4, head=INT8)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECEDGE_CACHE", str(tmp_path / "cache é 中"))
+    return tmp_path / "cache é 中" / "prepared"
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What was said since the last look."""
+
+    def since() -> list[str]:
+        messages = [record.message for record in caplog.records]
+        caplog.clear()
+        return messages
+
+    with caplog.at_level(logging.WARNING, logger="specedge"):
+        yield since
+
+
+def open_engine(bundle: Path, drafter: str = "lookup") -> Engine:
+    return load(bundle, threads=1, drafter=drafter, prepare=True)
+
+
+def ids(engine: Engine) -> list[int]:
+    return engine.generate(PROMPT, max_new_tokens=24, gamma=3).ids
+
+
+def entries(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.iterdir()) if cache.exists() else []
+
+
+def test_the_second_load_writes_nothing_and_computes_the_same(bundle: Path, cache: Path, lines):
+    truth = ids(load(bundle, threads=1, drafter="draft", prepare=False))
+    assert entries(cache) == []
+    assert ids(open_engine(bundle, "draft")) == truth
+    assert len(entries(cache)) == 2  # target and draft
+    made = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.name != "prepared.json"}
+    assert ids(open_engine(bundle, "draft")) == truth
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.name != "prepared.json"} == made
+    assert lines() == []
+
+
+def test_the_bundle_is_never_written_to(bundle: Path, cache: Path):
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in bundle.rglob("*") if path.is_file()}
+    open_engine(bundle)
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in bundle.rglob("*") if path.is_file()} == before
+
+
+def test_small_weights_are_not_worth_it(bundle: Path, cache: Path):
+    load(bundle, threads=1)
+    assert entries(cache) == []
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "step.onnx", "prepared.json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
+def test_a_damaged_entry_is_made_again(bundle: Path, cache: Path, lines, name: str, damage: str):
+    truth = ids(open_engine(bundle))
+    (entry,) = entries(cache)
+    content = (entry / name).read_bytes()
+    middle = len(content) // 2
+    if damage == "cut":
+        (entry / name).write_bytes(content[:middle])
+    elif damage == "flipped":
+        (entry / name).write_bytes(content[:middle] + bytes([content[middle] ^ 0x55]) + content[middle + 1 :])
+    else:
+        (entry / name).unlink()
+    assert ids(open_engine(bundle)) == truth
+    (said,) = lines()
+    assert name in said and "making them again" in said
+    assert (entry / name).exists()
+    if name != "prepared.json":
+        assert (entry / name).read_bytes() == content
+    assert ids(open_engine(bundle)) == truth
+    assert lines() == []
+
+
+def test_a_copied_cache_is_recognised_by_its_content(bundle: Path, cache: Path, lines):
+    truth = ids(open_engine(bundle))
+    (entry,) = entries(cache)
+    os.utime(entry / "weights.bin", (1, 1))  # copied without its times
+    os.utime(entry / "step.onnx", (1, 1))
+    assert ids(open_engine(bundle)) == truth
+    assert lines() == []
+    assert (entry / "weights.bin").stat().st_mtime == 1
+
+
+@pytest.mark.parametrize("part", ["bundle", "cpu", "version"])
+def test_an_entry_serves_one_bundle_one_cpu_and_one_version(
+    bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, part: str
+):
+    open_engine(bundle)
+    if part == "cpu":
+        monkeypatch.setattr(prepared, "cpu", lambda: "another one")
+    elif part == "version":
+        monkeypatch.setattr(prepared, "VERSION", "9.9.9")
+    else:
+        text = (bundle / MANIFEST).read_text()
+        monkeypatch.setattr(Path, "read_bytes", lambda self: text.replace("1", "2").encode())
+    open_engine(bundle)
+    assert len(entries(cache)) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_one_line(bundle: Path, tmp_path: Path, monkeypatch, lines):
+    truth = ids(load(bundle, threads=1, drafter="lookup", prepare=False))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECEDGE_CACHE", str(tmp_path / "file"))
+    assert ids(open_engine(bundle)) == truth
+    (said,) = lines()
+    assert "opened without prepared weights" in said and "\n" not in said
+
+
+def test_a_read_only_cache_serves_what_it_holds(bundle: Path, cache: Path, monkeypatch, lines):
+    truth = ids(open_engine(bundle))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "read-only")
+
+    for function in ("utime", "mkdir", "rename", "replace"):
+        monkeypatch.setattr(os, function, refuse)
+    assert ids(open_engine(bundle)) == truth
+    assert lines() == []
+
+
+def test_a_full_disk_leaves_nothing_and_loading_works(bundle: Path, cache: Path, lines):
+    resource = pytest.importorskip("resource")
+    truth = ids(load(bundle, threads=1, drafter="lookup", prepare=False))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        assert ids(open_engine(bundle)) == truth
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    (said,) = lines()
+    assert "opened without prepared weights" in said
+    assert entries(cache) == []
+    assert ids(open_engine(bundle)) == truth
+    assert len(entries(cache)) == 1
+    assert lines() == []
+
+
+def test_too_little_room_is_noticed_before_writing(bundle: Path, cache: Path, monkeypatch, lines):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(prepared.shutil, "disk_usage", lambda path: usage)
+    open_engine(bundle)
+    (said,) = lines()
+    assert "1000 bytes free, expected" in said
+    assert entries(cache) == []
+
+
+def test_damaged_weights_are_not_kept(bundle: Path, cache: Path, tmp_path: Path, lines):
+    copied = tmp_path / "bundle"
+    subprocess.run(["cp", "-r", str(bundle), str(copied)], check=True)
+    weights = copied / "target/weights.bin"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    open_engine(copied)
+    (said,) = lines()
+    assert "weights.bin: its SHA-256 is not the manifest's" in said
+    assert entries(cache) == []
+
+
+def test_a_form_that_computes_something_else_is_not_kept(bundle: Path, cache: Path, monkeypatch, lines):
+    monkeypatch.setattr(Model, "_same", lambda self, first, second: False)
+    open_engine(bundle)
+    (said,) = lines()
+    assert "the prepared form computes something else" in said
+    assert entries(cache) == []
+
+
+PREPARE = (
+    "import sys; from specedge.runtime import load\n"
+    "print('ready', flush=True); sys.stdin.readline()\n"
+    "engine = load(sys.argv[1], threads=1, drafter='lookup', prepare=True)\n"
+    "print(engine.generate([3, 1, 4, 1, 5, 9, 2, 6], max_new_tokens=24, gamma=3).ids)\n"
+)
+
+
+def start(bundle: Path, program: str = PREPARE) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", program, str(bundle)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_two_processes_prepare_at_once(bundle: Path, cache: Path):
+    truth = ids(load(bundle, threads=1, drafter="lookup", prepare=False))
+    processes = [start(bundle) for _ in range(3)]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert (out.strip(), err) == (str(truth), "")
+    assert len(entries(cache)) == 1
+
+
+def test_a_killed_preparation_is_swept_by_the_next(bundle: Path, cache: Path, lines):
+    truth = ids(load(bundle, threads=1, drafter="lookup", prepare=False))
+    slow = PREPARE.replace(
+        "print('ready'",
+        "import os, time; from specedge.runtime import prepared\n"
+        "prepared._write_record = lambda folder: time.sleep(60)\nprint('ready'",
+    )
+    process = start(bundle, slow)
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    deadline = time.monotonic() + 30
+    while not list(cache.glob(".*.partial-*/weights.bin")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (left,) = entries(cache)
+    assert left.name.endswith(f".partial-{process.pid}")
+    assert ids(open_engine(bundle)) == truth
+    (entry,) = entries(cache)
+    assert not entry.name.startswith(".")
+    assert lines() == []
+
+
+def test_entries_nobody_opens_are_removed(bundle: Path, cache: Path):
+    old = cache / "0123456789abcdef"
+    old.mkdir(parents=True)
+    (old / "prepared.json").write_text("{}")
+    os.utime(old / "prepared.json", (1, 1))
+    (cache / "stranger").mkdir()
+    open_engine(bundle)
+    names = {entry.name for entry in entries(cache)}
+    assert "stranger" in names and old.name not in names and len(names) == 2
+
+
+def test_the_record_holds_no_place_of_this_machine(bundle: Path, cache: Path):
+    open_engine(bundle)
+    (entry,) = entries(cache)
+    record = json.loads((entry / "prepared.json").read_text())
+    assert record.keys() == {"step.onnx", "weights.bin"}
+
+
+MEASURE = (
+    "import json, sys; from specedge.bundle import open_bundle; from specedge.devices.table import get_device\n"
+    "from specedge.runtime.memory import read_memory; from specedge.runtime.model import Model\n"
+    "bundle, prepare, found = open_bundle(sys.argv[1]), sys.argv[2] == 'prepared', []\n"
+    "models, before = [], read_memory([])\n"
+    "for _ in range(3):\n"
+    "    models.append(Model(bundle, 'target', get_device('cpu'), 1, prepare))\n"
+    "    models[-1].sequence().step([1, 2, 3, 4])\n"
+    "    after = read_memory(models[0].weight_files)\n"
+    "    found.append([after.mapped, after.private - before.private])\n"
+    "    before = after\n"
+    "print(json.dumps(found))\n"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_prepared_weights_are_mapped_and_shared(tmp_path: Path, cache: Path):
+    """Their pages belong to the file, another session adds next to nothing; without, each has a copy of its own."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6, "head_dim": 128}
+    tiny.f_rand(tmp_path / "model", **shape)
+    path = make(tmp_path / "model", tmp_path / "bundle", body=INT8, head=INT8, context=16)
+    size = open_bundle(path).role("target").stored_bytes
+    assert size > prepared.WORTH_IT
+    load(path, threads=1)
+    assert len(entries(cache)) == 1
+
+    def measure(prepare: str) -> list[list[int]]:
+        command = [sys.executable, "-c", MEASURE, str(path), prepare]
+        return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+
+    for number, (mapped, private) in enumerate(measure("prepared"), 1):
+        assert mapped / number >= 0.5 * size
+        assert private <= 0.15 * size + 8e6, number  # 8 MB: what the heap keeps of reading a graph, weights or not
+    assert all(private > 0.5 * size for _, private in measure("plain"))
+    assert measure_engines(path, 2)[1].private <= 0.15 * size + 8e6
