@@ -105,7 +105,7 @@ def _genai(folder: str, threads: int) -> Measure:
     import json
     import time
 
-    import onnxruntime_genai as genai  # type: ignore[import-not-found]
+    import onnxruntime_genai as genai
 
     config = genai.Config(folder)
     config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))

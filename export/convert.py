@@ -174,11 +174,11 @@ def _store(name: str, checkpoint: Checkpoint, form: Scheme | str, keep: bool) ->
     if isinstance(form, Scheme):
         own = checkpoint.grid(name) if keep else None
         stored = own if own and own.scheme.bits <= form.bits else round_to_nearest(values, form)
-        back = stored.dequantize()
+        exact = stored.equals(values)
     else:
         stored = _as_float(name, values, form)
-        back = stored.astype(np.float32)
-    return Stored(name, stored, checkpoint.stored_type(name), np.array_equal(back, values))
+        exact = np.array_equal(stored, values)
+    return Stored(name, stored, checkpoint.stored_type(name), exact)
 
 
 def _form(name: str, shape: tuple[int, ...], request: Request) -> Scheme | str:

@@ -10,6 +10,8 @@ from specedge.quant.scheme import Scheme
 Bytes = npt.NDArray[np.uint8]
 Scales = npt.NDArray[np.float32 | np.float16]
 
+_COMPARED = 1 << 22  # weights dequantised at a time to compare them
+
 
 @dataclass(frozen=True, slots=True, eq=False)  # eq: arrays have no single truth
 class Quantized:
@@ -53,6 +55,18 @@ class Quantized:
         if self.minima is not None:
             weight += self.minima[:, :, None]
         return weight.reshape(rows, -1)[:, :columns]
+
+    def equals(self, weight: npt.NDArray[np.float32]) -> bool:
+        """Whether the codes stand for exactly these weights [N, K]."""
+        step = max(1, _COMPARED // max(1, self.shape[1]))
+        parts = (slice(start, start + step) for start in range(0, self.shape[0], step))
+        return all(np.array_equal(self._rows(part).dequantize(), weight[part]) for part in parts)
+
+    def _rows(self, part: slice) -> "Quantized":
+        codes, scales = self.codes[part], self.scales[part]
+        zero_points = None if self.zero_points is None else self.zero_points[part]
+        minima = None if self.minima is None else self.minima[part]
+        return Quantized(self.scheme, (len(codes), self.shape[1]), codes, scales, zero_points, minima)
 
     def offsets(self) -> npt.NDArray[np.float32]:
         """What each block adds to the weights of a symmetric matrix of the same codes and scales, [N, blocks].

@@ -3,12 +3,14 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,7 +176,7 @@ def test_a_full_disk_leaves_nothing_and_loading_works(bundle: Path, cache: Path,
 
 def test_too_little_room_is_noticed_before_writing(bundle: Path, cache: Path, monkeypatch, lines):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(prepared.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     open_engine(bundle)
     (said,) = lines()
     assert "1000 bytes free, expected" in said
@@ -291,7 +293,13 @@ MEASURE = (
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 def test_prepared_weights_are_mapped_and_shared(tmp_path: Path, cache: Path):
     """Their pages belong to the file, another session adds next to nothing; without, each has a copy of its own."""
-    shape = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 8192, "num_hidden_layers": 6, "head_dim": 128}
+    shape: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "vocab_size": 8192,
+        "num_hidden_layers": 6,
+        "head_dim": 128,
+    }
     tiny.f_rand(tmp_path / "model", **shape)
     path = make(tmp_path / "model", tmp_path / "bundle", body=INT8, head=INT8, context=16)
     size = open_bundle(path).role("target").stored_bytes

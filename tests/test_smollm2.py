@@ -4,16 +4,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
+import numpy as np
 import pytest
 
+import tiny
+from bundles import compute_in_float
+from specedge.bundle import open_bundle
+from specedge.export.checkpoint import open_checkpoint
 from specedge.export.convert import Request, convert
 from specedge.export.fetch import fetch
 from specedge.export.validate import validate
+from specedge.export.weights import read_float32
 from specedge.runtime import load
-from specedge.runtime.agreement import compare_greedy, width_agreement
+from specedge.runtime.agreement import compare_greedy, walk, width_agreement
 from specedge.runtime.bench import bench
 from specedge.runtime.cli import prompt_sets
+from specedge.runtime.memory import measure_engines
 from specedge.runtime.prompts import PROSE
 
 pytestmark = pytest.mark.slow
@@ -41,10 +49,98 @@ def test_float32_logits_are_those_of_transformers(model: str, device: str, tmp_p
     assert report.quality.logits_max_abs <= 1e-3
 
 
+def test_the_int4_bundle_holds_the_gguf_bit_for_bit(model: str, int4: Path):
+    bundle, checkpoint = open_bundle(int4), open_checkpoint(model)
+    role = bundle.role("target")
+    assert all(weight.exact for weight in role.weights)
+    for weight in role.weights:
+        values, _ = read_float32(weight, bundle.file(role.weight_file))
+        np.testing.assert_array_equal(values.view(np.uint32), checkpoint.tensor(weight.name).view(np.uint32), weight.name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-static"])
+def test_int4_graphs_compute_the_gguf(model: str, device: str, tmp_path: Path):
+    """Without rounded activations the INT4 graph is the float32 model."""
+    path = convert(Request(model, tmp_path / "bundle", device=device, widths=(1, 5))).path
+    compute_in_float(open_bundle(path))
+    engine = load(path, prepare=False)
+    ids = engine.encode(PROSE)[:100]
+    truth = tiny.hf_logits(open_checkpoint(model).load_reference(), ids)
+    for width in (1, 5):
+        assert np.abs(walk(engine.target, ids, width) - truth).max() <= 1e-3
+
+
 def test_int4_is_what_its_weights_say(model: str, int4: Path):
     report = validate(int4, model, prompts=2, tokens=32)
     assert report.passed, [check for check in report.checks if not check.passed]
-    assert report.quality.kl_mean < 0.5
+    assert report.quality.kl_mean < 0.005
+    assert report.quality.top1_agreement > 0.95
+
+
+def test_host_work_is_a_twentieth_of_a_greedy_round(int4: Path):
+    engine = load(int4)
+    prompt = [{"role": "user", "content": "Write a long story about a fox and a bear."}]
+    engine.generate(prompt, max_new_tokens=16)
+    for options in ({"speculate": False}, {"gamma": 4}):
+        shares = []
+        for _ in range(5):
+            stats = engine.generate(prompt, max_new_tokens=96, **options).stats
+            shares.append(1 - stats.graph_seconds / stats.decode_seconds)
+        assert median(shares) <= 0.05, options
+
+
+LOAD = (
+    "import json, sys, time; from specedge.bundle import open_bundle; from specedge.devices.table import get_device\n"
+    "from specedge.runtime import load; from specedge.runtime.memory import read_memory\n"
+    "from specedge.runtime.model import Model\n"
+    "bundle = open_bundle(sys.argv[1]); before = read_memory([]).private\n"
+    "start = time.perf_counter(); model = Model(bundle, 'target', get_device('cpu')); model.sequence().step([1, 2, 3])\n"
+    "weights = read_memory(model.weight_files); private = weights.private - before\n"
+    "load(sys.argv[1]); start = time.perf_counter(); load(sys.argv[1]); seconds = time.perf_counter() - start\n"
+    "print(json.dumps([private, weights.mapped, seconds]), flush=True); sys.stdin.readline()\n"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_weights_are_mapped_and_shared(int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the process that prepares them, in the next one, and in one beside it; as bytes of the weight file."""
+    monkeypatch.setenv("SPECEDGE_CACHE", str(tmp_path))
+    size = open_bundle(int4).role("target").stored_bytes
+    processes = []
+    for _ in range(3):  # the first prepares; each stays alive beside the next
+        command = [sys.executable, "-c", LOAD, str(int4)]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout is not None
+        private, mapped, seconds = json.loads(processes[-1].stdout.readline())
+        assert private <= 0.15 * size
+        assert mapped >= 0.9 * size
+        assert seconds <= 1.0
+    for process in processes:
+        process.communicate("\n")
+    assert all(engine.private <= 0.15 * size for engine in measure_engines(int4, 3)[1:])
+
+
+REQUEST = (
+    "import random, sys; from pathlib import Path; from specedge.runtime import load\n"
+    "engine, numbers = load(sys.argv[1]), random.Random(0)\n"
+    "def request(index):\n"
+    "    prompt = [numbers.randrange(300, 40000) for _ in range(numbers.randint(3, 80))]\n"
+    "    engine.generate(prompt, max_new_tokens=numbers.randint(4, 24), gamma=(None, 2, 4, 8)[index % 4])\n"
+    "def resident():\n"
+    "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+    "    return int(next(line for line in lines if line.startswith('VmRSS:')).split()[1]) * 1024\n"
+    "engine.generate([5] * 110, max_new_tokens=8)\n"
+    "for index in range(40): request(index)\n"
+    "before = resident()\n"
+    "for index in range(200): request(index)\n"
+    "print(resident() - before)\n"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_two_hundred_requests_leave_nothing(int4: Path):
+    grown = subprocess.run([sys.executable, "-c", REQUEST, str(int4)], check=True, capture_output=True, text=True).stdout
+    assert int(grown) < 5 << 20
 
 
 @pytest.mark.parametrize("gamma", [2, 4, 8])
