@@ -158,7 +158,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A step: token ids in, logits and the new (or present) KV columns out (design.md §4.1).
+    """A step: token ids in, logits and the new (or present) KV columns out (docs/contract.md).
 
     Parameter names are the canonical tensor names of `families.tensor_names`.
     """

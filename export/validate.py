@@ -27,7 +27,7 @@ from specedge.runtime.sample import Sampling
 
 Logits = npt.NDArray[np.float32]
 
-# Largest |logit difference| of a float graph to transformers, and of a wide step to one-token steps (design.md §4.4).
+# Largest |logit difference| of a float graph to transformers, and of a wide step to one-token steps.
 _LOGITS_LIMIT = {"float32": 1e-3, "float16": 0.1}
 _QUANTISED_WIDTH_LIMIT = 0.1
 # A quantised graph against its own stored weights in float32: what int8 activations (accuracy_level 4) may cost.
@@ -76,7 +76,7 @@ class Report:
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, object]:
-        """The keys of the JSON contract (design.md §5)."""
+        """The keys of the JSON contract (docs/contract.md)."""
         return {
             "passed": self.passed,
             "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],

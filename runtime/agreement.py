@@ -1,4 +1,4 @@
-"""Do wide and one-token steps, speculative and plain decoding, agree? (design.md §4.4, numerical losslessness)"""
+"""Do wide and one-token steps, speculative and plain decoding, agree? (numerical losslessness)"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -49,7 +49,7 @@ class Comparison:
     near_ties: int
 
     def as_dict(self) -> dict[str, object]:
-        """The keys of the JSON contract (design.md §5)."""
+        """The keys of the JSON contract (docs/contract.md)."""
         return {
             "plain": {"tokens_per_s": self.plain_speed},
             "speculative": {

@@ -62,10 +62,10 @@ class _Acceptance:
 
 
 class Adaptive:
-    """The gamma of the largest expected speed, E(gamma) / (d gamma + v(gamma + 1)) (design.md §4.5), plain decoding included.
+    """The gamma of the largest expected speed, E(gamma) / (d gamma + v(gamma + 1)) (docs/contract.md), plain decoding included.
 
     A function of this request's own acceptance and the costs given, nothing else: with a drawn drafter the choice may not
-    depend on a clock (design.md §4.4). `verify_cost` maps a width to its time over width 1; `draft_cost` is the time of one
+    depend on a clock (docs/contract.md). `verify_cost` maps a width to its time over width 1; `draft_cost` is the time of one
     drafted token in the same unit. A drafter of no cost is asked every round, and its proposals are compared with the text
     even when they are not verified, so its estimates never age. A costly one is probed now and then.
 

@@ -1,4 +1,4 @@
-"""The loop: propose, verify, accept, commit (Leviathan et al. 2023; design.md §4.3)."""
+"""The loop: propose, verify, accept, commit (Leviathan et al. 2023; docs/contract.md)."""
 
 import time
 from collections.abc import Collection, Iterator

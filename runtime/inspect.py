@@ -7,7 +7,7 @@ from specedge.bundle import Bundle
 
 
 def inspect(bundle: Bundle) -> dict[str, object]:
-    """Device, widths, context, sizes and graphs, as the JSON contract names them (design.md §5)."""
+    """Device, widths, context, sizes and graphs, as the JSON contract names them (docs/contract.md)."""
     manifest = bundle.manifest
     graphs = [
         {"role": role, "width": graph.width, "file": graph.file, "ops": graph.ops}

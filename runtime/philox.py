@@ -1,4 +1,4 @@
-"""The random numbers of a request: Philox4x32-10 by counter, the same on a host in any language (design.md §4.4)."""
+"""The random numbers of a request: Philox4x32-10 by counter, the same on a host in any language (docs/contract.md)."""
 
 from collections.abc import Callable
 from enum import IntEnum

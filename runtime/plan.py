@@ -1,4 +1,4 @@
-"""The cost model of speculation as pure functions (design.md §4.5)."""
+"""The cost model of speculation as pure functions (docs/contract.md)."""
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:

@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One emitted token and the text it released (design.md §6); `round` counts from 0."""
+    """One emitted token and the text it released; `round` counts from 0."""
 
     id: int
     text: str
