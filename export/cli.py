@@ -87,8 +87,9 @@ def convert_command(
     if gamma is not None and widths is not None:
         raise UsageError("--widths: says what --gamma would; give one of them")
     new_grid = [name for name, given in (("--group", group), ("--asymmetric", asymmetric)) if given]
-    if new_grid and weights in _FLOATS and head_weights in (None, *_FLOATS):
-        raise UsageError(f"{new_grid[0]}: --weights {weights} has no groups; leave it out or quantise")
+    of_grids = new_grid + ["--method"] * (method is not None)
+    if of_grids and weights in _FLOATS and head_weights in (None, *_FLOATS):
+        raise UsageError(f"{of_grids[0]}: --weights {weights} has no groups; leave it out or quantise")
     if new_grid and method == "keep":
         raise UsageError(f"--method keep: {new_grid[0]} asks for another grid; leave out one of them")
     head = head_weights or (weights if weights in _FLOATS else "int8")

@@ -34,16 +34,17 @@ class Quantized:
         codes_shape = (*per_block, self.scheme.block(columns))
         if self.codes.shape != codes_shape or self.codes.dtype != np.uint8:
             raise ValueError(f"codes: expected uint8 {codes_shape}, found {self.codes.dtype} {self.codes.shape}")
-        if self.scales.shape != per_block or self.scales.dtype not in (np.float32, np.float16):
-            raise ValueError(f"scales: expected floats {per_block}, found {self.scales.dtype} {self.scales.shape}")
-        for name, part, wanted in (
-            ("zero points", self.zero_points, not self.scheme.symmetric and not self.scheme.minima),
-            ("minima", self.minima, self.scheme.minima),
+        floats = (np.float32, np.float16)
+        has_zero_points = not self.scheme.symmetric and not self.scheme.minima
+        for name, part, wanted, types in (
+            ("scales", self.scales, True, floats),
+            ("zero points", self.zero_points, has_zero_points, (np.uint8,)),
+            ("minima", self.minima, self.scheme.minima, floats),
         ):
             if (part is not None) != wanted:
                 raise ValueError(f"{name}: {self.scheme} {'needs' if wanted else 'has none of'} them")
-            if part is not None and part.shape != per_block:
-                raise ValueError(f"{name}: expected {per_block}, found {part.shape}")
+            if part is not None and (part.shape != per_block or part.dtype not in types):
+                raise ValueError(f"{name}: expected {types[0].__name__} {per_block}, found {part.dtype} {part.shape}")
         if self.codes.size and self.codes.max() > self.scheme.top_code:
             raise ValueError(f"codes: expected at most {self.scheme.top_code}, found {self.codes.max()}")
 

@@ -22,6 +22,7 @@ from specedge.runtime.sample import Sampling
 from specedge.runtime.terminal import Output, json_option, size
 from specedge.runtime.text import Prompt
 
+_PLAIN_TYPES = ("F32", "F16", "BF16")  # of a checkpoint, by the names that safetensors and GGUF have in common
 BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 
 
@@ -249,7 +250,7 @@ def show_bundle(output: Output, bundle: Bundle) -> None:
         exact = "yes" if group.exact else "no"
         table.add_row(group.role, group.part, str(group.tensors), group.source, group.scheme, size(group.bytes), exact)
     print_(table)
-    for kind in sorted({group.source for group in groups if "Q" in group.source and not group.exact}):
+    for kind in sorted({group.source for group in groups if group.source not in _PLAIN_TYPES and not group.exact}):
         print_(f"  {kind} was dequantised and stored anew")
 
 

@@ -31,7 +31,7 @@ def inspect(bundle: Bundle) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors of a role that serve alike and are stored alike; `exact` if all kept the checkpoint's values, bit for bit."""
+    """Tensors of a role that serve alike and are stored alike; `exact` if no value of the checkpoint changed."""
 
     role: str
     part: str  # of the model: embedding, head, attention, mlp, norms

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from gguf import GGMLQuantizationType
 
 import tiny
+from checkpoints import any_blocks, rewrite_gguf
 from specedge.bundle import open_bundle
 from specedge.errors import SpecedgeError
 from specedge.export.cli import main
@@ -62,6 +64,12 @@ def refused(code: int, *arguments: object) -> str:
         (["--group", "33"], ["group", "33", "16"]),
         (["--head-weights", "fp16"], ["float16"]),
         (["--weights", "fp16", "--head-weights", "int8"], ["float16", "int8/32"]),
+        (["--method", "gptq"], ["--method", "'gptq'", "keep", "rtn"]),
+        (["--method", "keep", "--group", "64"], ["--method keep", "--group"]),
+        (["--method", "keep", "--asymmetric"], ["--method keep", "--asymmetric"]),
+        (["--weights", "fp32", "--group", "64"], ["--group", "--weights fp32"]),
+        (["--weights", "fp16", "--asymmetric"], ["--asymmetric", "--weights fp16"]),
+        (["--weights", "fp32", "--head-weights", "fp32", "--group", "64"], ["--group", "--weights fp32"]),
         (["--lookup", "--draft", "x"], ["--lookup", "--draft"]),
         (["--invented"], ["--invented"]),
     ],
@@ -155,6 +163,95 @@ def test_quantised_weights_are_counted_by_scheme(source: Path, tmp_path: Path):
     assert results["weights"].keys() == {"int4/channel/asymmetric", "int8/channel/asymmetric", "float32"}
     assert {graph["role"] for graph in results["graphs"]} == {"target", "draft"}
     assert "MatMulNBits" in results["graphs"][0]["ops"]
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Matrices in Q4_1, tied embedding in Q8_0, v in Q6_K."""
+    folder = tmp_path_factory.mktemp("gguf")
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 32, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    tiny.f_rand(folder / "source", num_attention_heads=16, **shape)
+    tiny.f_gguf(folder / "source", folder / "full.gguf", tied=True)
+    modules = dict.fromkeys(("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), GGMLQuantizationType.Q4_1)
+    others = {"token_embd": GGMLQuantizationType.Q8_0, "attn_v": GGMLQuantizationType.Q6_K}
+    rewrite_gguf(folder / "full.gguf", folder / "model.gguf", {}, modules | others, any_blocks)
+    return folder / "model.gguf"
+
+
+KEPT = {
+    ("embedding", "Q8_0", "int8/32", True, 1),
+    ("attention", "Q4_1", "int4/32/minima", True, 3),
+    ("attention", "Q6_K", "int4/32", False, 1),
+    ("mlp", "Q4_1", "int4/32/minima", True, 3),
+    ("norms", "F32", "float32", True, 3),
+}
+ROUNDED = {
+    ("embedding", "Q8_0", "int8/32", False, 1),
+    ("attention", "Q4_1", "int4/32", False, 3),
+    ("attention", "Q6_K", "int4/32", False, 1),
+    ("mlp", "Q4_1", "int4/32", False, 3),
+    ("norms", "F32", "float32", True, 3),
+}
+REGROUPED = {
+    ("embedding", "Q8_0", "int8/64/asymmetric", False, 1),
+    ("attention", "Q4_1", "int4/64/asymmetric", False, 3),
+    ("attention", "Q6_K", "int4/64/asymmetric", False, 1),
+    ("mlp", "Q4_1", "int4/64/asymmetric", False, 3),
+    ("norms", "F32", "float32", True, 3),
+}
+FLOAT = {
+    ("embedding", "Q8_0", "float32", True, 1),
+    ("attention", "Q4_1", "float32", True, 3),
+    ("attention", "Q6_K", "float32", True, 1),
+    ("mlp", "Q4_1", "float32", True, 3),
+    ("norms", "F32", "float32", True, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ([], KEPT),
+        (["--method", "keep"], KEPT),
+        (["--method", "rtn"], ROUNDED),
+        (["--group", "64", "--asymmetric"], REGROUPED),
+        (["--method", "rtn", "--group", "64", "--asymmetric"], REGROUPED),
+        (["--weights", "fp32"], FLOAT),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_the_method_decides_what_stays_exact(
+    gguf_file: Path, options: list[object], groups: set[tuple[object, ...]], tmp_path: Path
+):
+    path = tmp_path / "bundle"
+    results = results_of("convert", gguf_file, "-o", path, *SHAPE[2:], *options)
+    check_bundle_keys(results, path)
+    keys = ("part", "source", "scheme", "exact", "tensors")
+    assert {tuple(group[key] for key in keys) for group in results["tensors"]} == groups
+    assert len(results["tensors"]) == len(groups) and {group["role"] for group in results["tensors"]} == {"target"}
+    assert sum(group["bytes"] for group in results["tensors"]) == sum(results["weights"].values())
+    assert results_of("inspect", path)["tensors"] == results["tensors"]
+    shown = run("inspect", path).stdout
+    rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in shown.splitlines() if "target" in line]
+    table = {(row[1], row[3], row[4], row[6] == "yes", int(row[2])) for row in rows if len(row) == 7}
+    assert table == groups and {row[6] for row in rows if len(row) == 7} <= {"yes", "no"}
+    lost = sorted({str(group[1]) for group in groups if not group[3]})
+    assert [line.strip() for line in shown.splitlines() if "stored anew" in line] == [
+        f"{kind} was dequantised and stored anew" for kind in lost
+    ]
+
+
+def test_every_role_has_its_tensors(gguf_file: Path, tmp_path: Path):
+    results = results_of("convert", gguf_file, "-o", tmp_path / "bundle", *SHAPE[2:], "--draft", gguf_file)
+    found = [{key: value for key, value in group.items() if key != "role"} for group in results["tensors"]]
+    assert [group["role"] for group in results["tensors"]] == ["draft"] * 5 + ["target"] * 5
+    assert found[:5] == found[5:]
+
+
+def test_a_kept_bundle_is_validated(gguf_file: Path, tmp_path: Path):
+    assert run("convert", gguf_file, "-o", tmp_path / "bundle", *SHAPE[2:]).exit_code == 0
+    results = results_of("validate", tmp_path / "bundle", "--reference", gguf_file, "--prompts", 1, "--tokens", 8)
+    assert results["passed"] and results["width_agreement"] == 0.0
 
 
 def test_json_goes_to_a_file(bundle: Path, tmp_path: Path):

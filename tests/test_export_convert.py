@@ -1,31 +1,42 @@
-"""A bundle computes what its checkpoint computes, in both graph forms and every way to store weights; whole or not at all."""
+"""A bundle computes what its checkpoint computes, in both graph forms and every way to store weights."""
 
 import contextlib
-import copy
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from onnx import numpy_helper
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import tiny
-from bundles import engine, make
-from specedge.bundle import Bundle, Role, Weight, open_bundle
+from bundles import (
+    SHAPE,
+    Models,
+    both_levels,
+    compute_in_float,
+    engine,
+    external,
+    feed,
+    graphs,
+    locations,
+    make,
+    names,
+    run,
+    stored,
+)
+from checkpoints import any_blocks, damaged, rewrite_gguf
+from specedge.bundle import Bundle, Weight, open_bundle
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
-from specedge.export.convert import INT4, INT8, Request, convert
-from specedge.export.weights import PAGE, block_size, read_float32
+from specedge.export.checkpoint import open_checkpoint
+from specedge.export.convert import INT4, INT8
+from specedge.export.weights import block_size
 from specedge.quant.scheme import GROUPS, Scheme
 from specedge.runtime import load
 from specedge.runtime.agreement import walk
@@ -33,8 +44,6 @@ from tiny import Array
 
 DEVICES = ("cpu", "cpu-static")
 devices = pytest.mark.parametrize("device", DEVICES)
-# One shape for all tests of the plain F-RAND: a graph is traced once per process.
-SHAPE: dict[str, Any] = {"context": 128, "widths": (1, 4), "chunk": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True, "vocab_size": 4096},
@@ -46,37 +55,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 variants = pytest.mark.parametrize("variant", VARIANTS)
 TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 50, 128)]
 
-Models = Callable[..., tuple[Path, LlamaForCausalLM]]
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """F-RAND with these settings: its folder and itself."""
-    made: dict[str, tuple[Path, LlamaForCausalLM]] = {}
-
-    def get(**overrides: Any) -> tuple[Path, LlamaForCausalLM]:
-        key = str(sorted(overrides.items()))
-        if key not in made:
-            folder = tmp_path_factory.mktemp("models") / "f-rand"
-            made[key] = folder, tiny.f_rand(folder, **overrides)
-        return made[key]
-
-    return get
-
-
-def stored(model: LlamaForCausalLM, bundle: Bundle, role: str = "target") -> LlamaForCausalLM:
-    """The model with the weights that the bundle holds, dequantised: what is left is the graph's doing."""
-    model = copy.deepcopy(model)
-    path = bundle.file(bundle.role(role).weight_file)
-    with torch.no_grad():
-        for weight in bundle.role(role).weights:
-            name = weight.name if weight.name.startswith("lm_head") else f"model.{weight.name}"
-            model.get_parameter(name).copy_(torch.from_numpy(read_float32(weight, path)[0]))
-    return model
+    return Models(tmp_path_factory)
 
 
 @contextlib.contextmanager
-def int8_activations(model: LlamaForCausalLM, weights: Sequence[Weight]) -> Iterator[None]:
+def int8_activations(model: PreTrainedModel, weights: Sequence[Weight]) -> Iterator[None]:
     """What accuracy_level 4 may do: every linear layer reads 8-bit codes, one scale per block of a row."""
     blocks = {weight.name.removesuffix(".weight"): block_size(weight) for weight in weights if "codes" in weight.parts}
 
@@ -90,70 +76,13 @@ def int8_activations(model: LlamaForCausalLM, weights: Sequence[Weight]) -> Iter
         return rounded
 
     linears = {name.removeprefix("model."): part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    blocks.setdefault("lm_head", blocks.get("embed_tokens", 0))  # tied
     handles = [part.register_forward_pre_hook(hook(blocks[name])) for name, part in linears.items()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def graphs(bundle: Bundle, role: str = "target") -> dict[str, onnx.ModelProto]:
-    return {graph.file: onnx.load(bundle.file(graph.file), load_external_data=False) for graph in bundle.role(role).graphs}
-
-
-def compute_in_float(bundle: Bundle) -> Bundle:
-    """Make every MatMulNBits compute in float32: only the layout of the weights counts then."""
-    for file, model in graphs(bundle).items():
-        for node in model.graph.node:
-            for attribute in node.attribute:
-                if attribute.name == "accuracy_level":
-                    attribute.i = 0
-        size = bundle.file(file).stat().st_size
-        bundle.file(file).write_bytes(model.SerializeToString())
-        assert bundle.file(file).stat().st_size == size  # or the manifest would have to say so
-    return bundle
-
-
-def feed(
-    role: Role, ids: Sequence[int], width: int, past: Callable[..., Array] = np.zeros, length: int = 0
-) -> dict[str, Array]:
-    """The inputs of a step behind `length` tokens of `past`, made by hand as design.md §4.1 tells a host in any language."""
-    dtype, kv_shape = np.dtype(role.kv.dtype), (1, role.kv.heads, role.kv.slots, role.kv.head_dim)
-    positions = np.arange(length, length + width, dtype=np.float32)
-    angles = np.outer(positions, np.asarray(role.rope.inv_freq, np.float32))
-    new = np.tri(width, dtype=bool)
-    new[len(ids) :] = np.eye(width, dtype=bool)[len(ids) :]  # padding rows see themselves
-    old = np.tile(np.arange(role.context if role.form == "delta" else length) < length, (width, 1))
-    old[len(ids) :] = False
-    inputs: dict[str, Array] = {
-        "input_ids": np.asarray([[*ids, *[0] * (width - len(ids))]], np.int32),
-        "rope_cos": np.cos(angles)[None, None].astype(dtype),
-        "rope_sin": np.sin(angles)[None, None].astype(dtype),
-        "attention_bias": np.where(np.hstack([old, new]), 0, role.mask_value)[None, None].astype(dtype),
-    }
-    if role.form == "in-place":
-        inputs["seqlens_k"] = np.asarray([length + width - 1], np.int32)
-        inputs["total_sequence_length"] = np.asarray([length + width], np.int32)
-        inputs["logits_rows"] = np.arange(width)
-    names = [f"past_{kind}_{layer}" for layer in range(role.kv.layers) for kind in ("key", "value")]
-    return inputs | {name: past(kv_shape).astype(dtype) for name in names}
-
-
-def run(path: Path, inputs: dict[str, Array], level: Any = ort.GraphOptimizationLevel.ORT_ENABLE_ALL) -> dict[str, Array]:
-    """The outputs of one graph, at ONNX Runtime's default optimisation unless told otherwise."""
-    options = ort.SessionOptions()
-    options.graph_optimization_level, options.log_severity_level, options.intra_op_num_threads = level, 3, 1
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return dict(zip([output.name for output in session.get_outputs()], session.run(None, inputs), strict=True))
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 # ---- the same numbers
@@ -211,31 +140,6 @@ def test_a_tied_matrix_is_stored_once(models: Models, body: Any, head: Any, devi
         assert places == {(matrix[0].offset, matrix[0].bytes)}  # however many views, the same bytes
         if head == "float32":
             assert list(external(model).values()).count((4096, 64)) == 1
-
-
-def external(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
-    return {item.name: tuple(item.dims) for item in model.graph.initializer if item.external_data}
-
-
-def covered(extents: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending (offset, size) with what touches merged."""
-    merged: list[tuple[int, int]] = []
-    for offset, size in extents:
-        if merged and sum(merged[-1]) == offset:
-            offset, size = merged[-1][0], merged.pop()[1] + size
-        merged.append((offset, size))
-    return merged
-
-
-def locations(model: onnx.ModelProto) -> dict[str, tuple[int, int]]:
-    """Offset and length of every initialiser in the weight file."""
-    found = {}
-    for item in model.graph.initializer:
-        if item.external_data:
-            record = {entry.key: entry.value for entry in item.external_data}
-            assert record["location"] == "weights.bin"
-            found[item.name] = int(record["offset"]), int(record["length"])
-    return found
 
 
 @devices
@@ -447,27 +351,47 @@ def test_every_layout_is_computed_right(models: Models, device: str, body: Schem
     folder, model = models()
     head = Scheme(head_bits, body.group, body.symmetric)
     path = make(folder, tmp_path / "bundle", device=device, body=body, head=head, **SHAPE)
-    bundle = open_bundle(path)
+    check_layout(open_bundle(path), model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("hidden", [64, 1024])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_layout_of_minima_is_computed_right(hidden: int, tied: bool, device: str, tmp_path: Path):  # B20
+    """Block 32, as every Q4_1 file has it: products and gathered rows, offsets added to both."""
+    shape: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": tied,
+    }
+    tiny.f_rand(tmp_path / "source", **shape, head_dim=16)
+    tiny.f_gguf(tmp_path / "source", tmp_path / "full.gguf", tied=tied)
+    rewrite_gguf(tmp_path / "full.gguf", tmp_path / "model.gguf", {}, GGMLQuantizationType.Q4_1, any_blocks)
+    few = {"widths": (1,)} if device == "cpu-static" else {}
+    bundle = open_bundle(
+        make(tmp_path / "model.gguf", tmp_path / "bundle", device=device, body=INT4, head=INT8, **(SHAPE | few))
+    )
+    assert {weight.scheme for weight in bundle.role("target").weights} == {"int4/32/minima", "float32"}
+    check_layout(bundle, open_checkpoint(str(tmp_path / "model.gguf")).load_reference())
+
+
+def check_layout(bundle: Bundle, model: PreTrainedModel) -> None:
     role = bundle.role("target")
     graph = role.graphs[-1]
     reference = stored(model, bundle)
     truth = tiny.hf_logits(reference, TEXT[:8])
     inputs = feed(role, TEXT[:8], 8)
-    default, plain = both_levels(path / graph.file, inputs)
+    default, plain = both_levels(bundle.path / graph.file, inputs)
     assert np.abs(default - plain).max() <= 1e-3
-    if get_device(device).accuracy_level == 4:
+    if get_device(bundle.manifest.device).accuracy_level == 4:
         with int8_activations(reference, role.weights):
             explained = rms(tiny.hf_logits(reference, TEXT[:8]) - truth)
         assert rms(default - truth) <= 2 * explained + 1e-3
         compute_in_float(bundle)
-        default, plain = both_levels(path / graph.file, inputs)
+        default, plain = both_levels(bundle.path / graph.file, inputs)
     assert np.abs(default - truth).max() <= 1e-3
     assert np.abs(plain - truth).max() <= 1e-3
-
-
-def both_levels(path: Path, inputs: dict[str, Array]) -> list[Array]:
-    levels = (ort.GraphOptimizationLevel.ORT_ENABLE_ALL, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
-    return [run(path, inputs, level)["logits"][0] for level in levels]
 
 
 def rms(values: Array) -> float:
@@ -535,191 +459,6 @@ def test_bad_requests_name_the_value(
         make(models()[0], tmp_path / "bundle", **options)
     assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
     assert names(tmp_path) == set()
-
-
-# ---- files
-
-
-@devices
-@pytest.mark.parametrize(("body", "head"), [("float32", "float32"), (INT4, INT8)], ids=["float32", "int4"])
-def test_weights_lie_beside_small_graphs_on_pages(models: Models, device: str, body: Any, head: Any, tmp_path: Path):
-    folder, _ = models(**VARIANTS["biases"])
-    path = make(folder, tmp_path / "bundle", device=device, body=body, head=head, **settings("biases", device))
-    bundle = open_bundle(path)
-    role = bundle.role("target")
-    extents = sorted((part.offset, part.bytes) for weight in role.weights for part in weight.parts.values())
-    ends = [0, *(offset + size for offset, size in extents)]
-    assert all(end <= offset for end, (offset, _) in zip(ends, extents, strict=False))  # no two overlap
-    assert ends[-1] == bundle.manifest.files["target/weights.bin"].bytes
-    large = [offset for offset, size in extents if size >= 64 * 1024]
-    assert len(large) == 2 and all(offset % PAGE == 0 for offset in large)
-    for file, model in graphs(bundle).items():
-        assert bundle.file(file).stat().st_size < 1 << 20
-        read = sorted(set(locations(model).values()))
-        assert all(offset % 64 == 0 for offset, _ in read)
-        assert covered(read) == covered(extents)  # all of them, and nothing else
-        if body == INT4:
-            assert len(read) < len(extents)  # q, k and v are read as one
-
-
-def test_a_conversion_is_the_same_anywhere(models: Models, tmp_path: Path):  # B60, B62
-    """Another process, another locale, odd names: the same bytes, nothing beside them, and every command works."""
-    source, _ = models()
-    odd = tmp_path / "mod é 中文 'q' #1 [b]"
-    here, temporary = tmp_path / "here", tmp_path / "temporary"
-    for folder in (odd, here, temporary):
-        folder.mkdir()
-    tiny.f_self(source, odd / source.name)
-    shape = ["--weights", "fp32", "--context", "128", "--widths", "1,4", "--chunk", "8"]
-    script = (
-        "import sys; from specedge.export.cli import main\n"
-        "source, bundle, *shape = sys.argv[1:]\n"
-        "main(['convert', source, '-o', bundle, *shape], standalone_mode=False)\n"
-        "main(['validate', bundle, '--reference', source], standalone_mode=False)\n"
-        "main(['generate', bundle, '--ids', '3,4,5', '--max-new-tokens', '8'], standalone_mode=False)\n"
-    )
-    command = [sys.executable, "-c", script, str(odd / source.name), "../" + odd.name + "/bundle", *shape]
-    environment = os.environ | {"LC_ALL": "C", "PYTHONHASHSEED": "7", "TMPDIR": str(temporary)}
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    plain = engine(source, tmp_path / "plain", **SHAPE)
-    assert files(odd / "bundle") == files(tmp_path / "plain")
-    ids = " ".join(map(str, plain.generate([3, 4, 5], max_new_tokens=8).ids))
-    assert done.stdout.decode().splitlines()[-1].strip() == ids
-    assert load(odd / "bundle", threads=1).generate([3, 4, 5], max_new_tokens=8).ids == list(map(int, ids.split()))
-    assert names(here) == set()
-    assert names(temporary) <= {".ses"}  # ONNX Runtime's own
-    assert names(odd) == {source.name, "bundle"}
-
-
-def test_a_bundle_is_replaced_only_by_force_and_as_a_whole(models: Models, tmp_path: Path):  # B60
-    source, _ = models()
-    path = make(source, tmp_path / "bundle", device="cpu-static", context=128, widths=(1, 4), chunk=8, force=False)
-    before = files(path)
-    with pytest.raises(SpecedgeError, match=r"bundle: exists already; .*--force"):
-        make(source, path, device="cpu-static", context=128, widths=(1,), chunk=1, force=False)
-    assert files(path) == before
-    make(source, path, device="cpu-static", context=128, widths=(1,), chunk=1)
-    assert {name for name in files(path) if name.endswith(".onnx")} == {"target/step_1.onnx"}
-    make(source, path, device="cpu-static", **SHAPE)
-    assert files(path) == before
-    assert names(tmp_path) == {"bundle"}
-
-
-def test_what_is_no_bundle_is_never_replaced(models: Models, tmp_path: Path):
-    source, _ = models()
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes/diary.txt").write_text("precious")
-    (tmp_path / "file").write_text("precious")
-    for place in ("notes", "file"):
-        with pytest.raises(SpecedgeError, match=f"{place}: exists and is no bundle"):
-            make(source, tmp_path / place, **SHAPE)
-    assert files(tmp_path) == {"notes/diary.txt": b"precious", "file": b"precious"}
-
-
-def test_a_manifest_of_something_else_makes_no_bundle(models: Models, tmp_path: Path):
-    (tmp_path / "extension").mkdir()
-    (tmp_path / "extension/manifest.json").write_text('{"manifest_version": 3}')
-    before = files(tmp_path)
-    with pytest.raises(SpecedgeError, match="extension: exists and is no bundle"):
-        make(models()[0], tmp_path / "extension", **SHAPE)
-    assert files(tmp_path) == before
-
-
-def test_the_slower_of_two_conversions_is_refused(models: Models, tmp_path: Path):
-    source, _ = models()
-    before = files(make(source, tmp_path / "faster", body=INT4, **SHAPE))
-
-    def finish_elsewhere(task: str, done: int, total: int) -> None:
-        if task == "target: graphs" and done == total:
-            (tmp_path / "faster").rename(tmp_path / "bundle")
-
-    with pytest.raises(SpecedgeError, match="bundle: exists already"):
-        convert(Request(str(source), tmp_path / "bundle", **SHAPE), finish_elsewhere)
-    assert files(tmp_path / "bundle") == before
-    assert names(tmp_path) == {"bundle"}
-
-
-def test_a_killed_conversion_is_swept_by_the_next(models: Models, tmp_path: Path):  # B60
-    source, _ = models()
-    path = make(source, tmp_path / "bundle", **SHAPE)
-    old = files(path)
-    command = [sys.executable, "-m", "specedge.export", "convert", str(source), "-o", str(path), "--force"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert any("target: graphs: started" in line for line in process.stderr)
-        process.send_signal(signal.SIGKILL)
-    assert names(tmp_path) == {"bundle", f".bundle.partial-{process.pid}"}
-    assert files(path) == old
-    make(source, path, **SHAPE)
-    assert names(tmp_path) == {"bundle"}
-    # killed between moving the old bundle away and the new one in: the old one comes back, even if the next try fails
-    path.rename(tmp_path / f".bundle.replaced-{process.pid}")
-    with pytest.raises(SpecedgeError):
-        make(damaged(source, tmp_path / "bad", float("nan")), path, **SHAPE)
-    assert files(path) == old
-    assert names(tmp_path) == {"bundle", "bad"}
-
-
-def test_strangers_beside_the_output_do_not_matter(models: Models, tmp_path: Path):
-    """Nor does what an earlier process of the same number left, which is usual in containers."""
-    strangers = {"run-1700000000000", "note-²", "x-0", ".other.partial-99999999", "bundle-7"}
-    for name in (*strangers, f".bundle.partial-{os.getpid()}"):
-        (tmp_path / name).mkdir()
-    make(models()[0], tmp_path / "bundle", **SHAPE)
-    assert names(tmp_path) == strangers | {"bundle"}
-
-
-def damaged(source: Path, folder: Path, value: float) -> Path:
-    """A copy with one bad number in the last layer."""
-    model = tiny.load_hf(source)
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[5, 7] = value
-    tiny.save_folder(model, folder)
-    return folder
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_conversion_that_fails_leaves_nothing(models: Models, value: float, tmp_path: Path):  # B22
-    source, _ = models()
-    bad = damaged(source, tmp_path / "bad", value)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(SpecedgeError, match=rf"model\.layers\.1\.mlp\.up_proj\.weight\[5, 7\].*{value}"):
-        make(bad, tmp_path / "out/bundle", **SHAPE)
-    with pytest.raises(SpecedgeError, match=r"up_proj\.weight\[5, 7\]"):
-        make(source, tmp_path / "out/bundle", draft=str(bad), **SHAPE)
-    assert names(tmp_path / "out") == set()
-
-
-def test_a_full_disk_is_an_error_that_leaves_nothing(models: Models, tmp_path: Path):
-    resource = pytest.importorskip("resource")
-    source, _ = models()
-    path = make(source, tmp_path / "bundle", body=INT4, head=INT4, **SHAPE)
-    old = files(path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the float weights need 435,456 bytes
-    try:
-        with pytest.raises(SpecedgeError, match=r"bundle: was not written \(.*File too large"):
-            make(source, path, **SHAPE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert files(path) == old
-    assert names(tmp_path) == {"bundle"}
-
-
-def test_a_place_that_cannot_be_written_is_named(models: Models, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SpecedgeError, match="file/bundle: was not written"):
-        make(models()[0], tmp_path / "file/bundle", **SHAPE)
-
-
-def test_a_link_to_a_bundle_stays_a_link(models: Models, tmp_path: Path):
-    path = make(models()[0], tmp_path / "bundle", body=INT4, **SHAPE)
-    (tmp_path / "latest").symlink_to("bundle")
-    make(models()[0], tmp_path / "latest", **SHAPE)
-    assert (tmp_path / "latest").is_symlink()
-    assert open_bundle(path).role("target").weights[1].scheme == "float32"
-    assert names(tmp_path) == {"bundle", "latest"}
 
 
 # ---- two models

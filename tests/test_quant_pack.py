@@ -17,6 +17,7 @@ from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme
 
 SCHEMES = [Scheme(*parts) for parts in itertools.product((4, 8), (16, 32, 64, 128, None), (True, False))]
+MINIMA = [Scheme(bits, group, symmetric=False, minima=True) for bits in (4, 8) for group in (16, 32, 64, 128, None)]
 SHAPES = [(24, 40), (17, 100), (8, 128), (33, 576)]  # ragged for every block, for some, for none
 LEVELS = [
     onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -28,6 +29,20 @@ def quantized(scheme: Scheme, shape: tuple[int, int] = (24, 40)) -> Quantized:
     weight = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     weight[3] += 1.0  # a lopsided row, whose zero points leave the middle
     return round_to_nearest(weight, scheme)
+
+
+def with_minima(scheme: Scheme, shape: tuple[int, int] = (24, 40), dtype: Any = np.float16) -> Quantized:
+    """Any codes, scales of both signs, minima that no scale explains."""
+    rng = np.random.default_rng(1)
+    per_block = (shape[0], scheme.blocks(shape[1]))
+    codes = rng.integers(0, scheme.top_code + 1, (*per_block, scheme.block(shape[1])), np.uint8)
+    scales, minima = (rng.standard_normal(per_block).astype(dtype) for _ in range(2))
+    return Quantized(scheme, shape, codes, scales, minima=minima)
+
+
+def spread(numbers: np.ndarray, scheme: Scheme, columns: int) -> np.ndarray:
+    """One number per block of a row as one per column."""
+    return np.repeat(numbers, scheme.block(columns), axis=1)[:, :columns]
 
 
 @given(st.sampled_from([4, 8]), st.data())
@@ -75,6 +90,80 @@ def test_regrouping_changes_no_number(scheme: Scheme, shape: tuple[int, int]) ->
                 store.regroup(group)
 
 
+@pytest.mark.parametrize("scheme", MINIMA, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_code_0_of_a_scheme_with_minima_means_the_minimum(scheme: Scheme, shape: tuple[int, int]) -> None:
+    store = with_minima(scheme, shape)
+    assert store.minima is not None
+    rows, columns = shape
+    codes = store.codes.reshape(rows, -1)[:, :columns].astype(np.float32)
+    scales, minima = (spread(part.astype(np.float32), scheme, columns) for part in (store.scales, store.minima))
+    np.testing.assert_array_equal(store.dequantize(), codes * scales + minima)
+    lowest = dataclasses.replace(store, codes=np.zeros_like(store.codes)).dequantize()
+    np.testing.assert_array_equal(lowest, minima)
+
+
+@pytest.mark.parametrize("scheme", MINIMA, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_regrouping_keeps_minima(scheme: Scheme, shape: tuple[int, int]) -> None:
+    store = with_minima(scheme, shape)
+    for group in (16, 32, 64, 128):
+        if scheme.group is None or scheme.group % group == 0:
+            finer = store.regroup(group)
+            assert finer.scheme == Scheme(scheme.bits, group, symmetric=False, minima=True)
+            assert finer.scales.dtype == store.scales.dtype
+            assert np.array_equal(finer.dequantize(), store.dequantize())
+        else:
+            with pytest.raises(ValueError, match="straddle"):
+                store.regroup(group)
+
+
+def symmetric_twin(store: Quantized) -> Quantized:
+    """The symmetric matrix of the same codes and scales."""
+    return Quantized(Scheme(store.scheme.bits, store.scheme.group), store.shape, store.codes, store.scales)
+
+
+def zero_points_of(scheme: Scheme) -> Quantized:
+    """Any codes and zero points, float16 scales."""
+    store = with_minima(scheme)
+    zero_points = np.random.default_rng(2).integers(0, scheme.top_code + 1, store.scales.shape, np.uint8)
+    return dataclasses.replace(store, scheme=dataclasses.replace(scheme, minima=False), zero_points=zero_points, minima=None)
+
+
+@pytest.mark.parametrize("scheme", MINIMA, ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_offsets_are_what_a_symmetric_matrix_lacks(scheme: Scheme, dtype: Any) -> None:
+    """To float32's rounding: weight = symmetric weight + offset, for the parts that are added, not for their sum."""
+    store = with_minima(scheme, dtype=dtype)
+    symmetric, offsets = symmetric_twin(store).dequantize(), store.offsets()
+    assert offsets.dtype == np.float32 and offsets.shape == store.scales.shape
+    columns = store.shape[1]
+    size = np.abs(symmetric) + np.abs(spread(offsets, scheme, columns)) + np.abs(store.dequantize())
+    error = np.abs(symmetric.astype(np.float64) + spread(offsets, scheme, columns) - store.dequantize())
+    assert (error <= 2 * np.finfo(np.float32).eps * size).all()
+
+
+@pytest.mark.parametrize("scheme", MINIMA, ids=str)
+def test_offsets_of_zero_points_are_exact(scheme: Scheme) -> None:
+    """With float16 scales, whose multiples by codes float32 holds."""
+    store = zero_points_of(scheme)
+    added = symmetric_twin(store).dequantize() + spread(store.offsets(), scheme, store.shape[1])
+    np.testing.assert_array_equal(added, store.dequantize())
+
+
+def test_a_symmetric_matrix_has_no_offsets() -> None:
+    with pytest.raises(ValueError, match="int4/32 is symmetric"):
+        quantized(Scheme(4, 32)).offsets()
+
+
+@pytest.mark.parametrize(("minimum", "scale"), [(65504, -65504), (-65504, 65504), (2.0**-24, 65504), (65504, 2.0**-24), (3, 0)])
+def test_offsets_of_extreme_numbers_are_finite(minimum: float, scale: float) -> None:
+    store = with_minima(Scheme(4, 32, symmetric=False, minima=True))
+    store = dataclasses.replace(store, scales=np.full_like(store.scales, scale), minima=np.full_like(store.scales, minimum))
+    assert np.isfinite(store.dequantize()).all()
+    np.testing.assert_array_equal(store.offsets(), np.float32(minimum + 8 * scale))
+
+
 def test_an_odd_row_packs_once_regrouped() -> None:
     store = quantized(Scheme(4, None), (5, 41))
     with pytest.raises(ValueError, match="regroup"):
@@ -98,6 +187,44 @@ def test_an_odd_row_packs_once_regrouped() -> None:
 def test_parts_that_do_not_belong_together_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"codes|scales|zero points"):
         dataclasses.replace(quantized(Scheme(4, 32)), **change)
+
+
+MINIMA_32 = Scheme(4, 32, symmetric=False, minima=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"minima": None}, "minima"),
+        ({"minima": np.zeros((24, 1), np.float16)}, "minima"),
+        ({"minima": np.zeros(48, np.float16)}, "minima"),
+        ({"zero_points": np.zeros((24, 2), np.uint8)}, "zero points"),
+        ({"scheme": Scheme(4, 32)}, "minima"),
+        ({"scheme": Scheme(4, 32, symmetric=False)}, "zero points|minima"),
+        ({"scheme": Scheme(4, 16, symmetric=False, minima=True)}, "codes"),
+        ({"scales": np.zeros((24, 1), np.float16)}, "scales"),
+        ({"codes": np.full((24, 2, 32), 16, np.uint8)}, "codes"),
+    ],
+)
+def test_minima_that_do_not_belong_are_refused(change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        dataclasses.replace(with_minima(MINIMA_32), **change)
+
+
+def test_minima_beside_symmetric_codes_are_refused() -> None:
+    with pytest.raises(ValueError, match="minima"):
+        dataclasses.replace(quantized(Scheme(4, 32)), minima=np.zeros((24, 2), np.float32))
+
+
+@pytest.mark.parametrize("scheme", MINIMA[:4], ids=str)
+def test_matmulnbits_and_offsets_multiply_by_the_dequantized_weights(scheme: Scheme) -> None:
+    store = with_minima(scheme, (17, 256))
+    for rows in (1, 5):
+        x = np.random.default_rng(rows).standard_normal((rows, 256), dtype=np.float32)
+        sums = x.reshape(rows, -1, scheme.block(256)).sum(2)
+        product = matmul_nbits(symmetric_twin(store), x, LEVELS[1])
+        exact = x.astype(np.float64) @ store.dequantize().T.astype(np.float64)
+        assert np.abs(product + sums @ store.offsets().T - exact).max() < 1e-5 * np.abs(x).sum() * np.abs(store.scales).max()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -159,7 +286,7 @@ def gather_block_quantized(store: Quantized, ids: np.ndarray, level: Any) -> np.
 
 
 def initializers(store: Quantized, packed: np.ndarray) -> dict[str, np.ndarray]:
-    weights: dict[str, np.ndarray] = {"codes": packed, "scales": store.scales}
+    weights: dict[str, np.ndarray] = {"codes": packed, "scales": store.scales.astype(np.float32)}
     if store.zero_points is not None:
         weights["zero_points"] = pack_zero_points(store.zero_points, store.scheme.bits)
     return weights

@@ -51,7 +51,7 @@ class Weight:
     """One checkpoint tensor as stored: its own shape, and parts "values", or "codes", "scales" and what zero needs.
 
     That is nothing, "zero_points", or "minima" with the "offsets" a graph makes up for them with. `source` is the type it
-    had in the checkpoint; `exact` says that it kept its values, bit for bit.
+    had in the checkpoint; `exact` says that no value changed.
     """
 
     name: str
