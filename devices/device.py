@@ -28,6 +28,8 @@ class Device:
     def __post_init__(self) -> None:
         if self.form == "in-place" and self.static:
             raise ValueError(f"{self.name}: the in-place form has a symbolic width, so static must be False")
+        if self.prepares and self.static:
+            raise ValueError(f"{self.name}: each static graph would keep its own file, so prepares must be False")
         if not -65504.0 <= self.mask_value < 0.0:
             raise ValueError(f"{self.name}: mask_value {self.mask_value} must be negative and finite in float16")
         widths = [width for width, _ in self.verify_cost]

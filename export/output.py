@@ -2,20 +2,21 @@
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from specedge import bundle as bundles
 from specedge.errors import SpecedgeError
-from specedge.partial import abandoned, beside
 
 
 @contextlib.contextmanager
 def new_folder(output: Path, force: bool) -> Iterator[Path]:
     """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails."""
     output = output.resolve()  # a link stays a link
-    partial, replaced = beside(output, "partial"), beside(output, "replaced")
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         _sweep(output)
@@ -53,8 +54,24 @@ def _is_bundle(folder: Path) -> bool:
 
 def _sweep(output: Path) -> None:
     """Remove what a killed conversion to the same place left, and put back the bundle it was about to replace."""
-    for leftover in list(abandoned(output, "replaced")):
-        if not output.exists():  # killed between two renames
+    for leftover in output.parent.iterdir():
+        name, _, owner = leftover.name.rpartition("-")
+        ours = name in (f".{output.name}.partial", f".{output.name}.replaced") and owner.isdecimal()
+        if not ours or (int(owner) != os.getpid() and _alive(int(owner))):  # in a container the next one has our number
+            continue
+        if name == f".{output.name}.replaced" and not output.exists():  # killed between two renames
             leftover.rename(output)
-    for leftover in [*abandoned(output, "partial"), *abandoned(output, "replaced")]:
-        shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    if os.name == "nt":  # signal 0 would end the process there
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -15,7 +15,8 @@ Array = npt.NDArray[np.generic]
 def unwritten(shape: tuple[int, ...], dtype: str) -> Array:
     """Zeros that take no memory until they are written, whatever the heap was used for before."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
+    pages = mmap.mmap(-1, max(size, 1), access=mmap.ACCESS_COPY)  # private: a process forked later must not share them
+    return np.frombuffer(pages, np.uint8, size).view(dtype).reshape(shape)
 
 
 class KVCache:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from specedge.errors import SpecedgeError
 from specedge.runtime.generate import Engine, load
+from specedge.runtime.prepared import return_heap
 from specedge.runtime.sample import Sampling
 
 _SMAPS = Path("/proc/self/smaps")
-_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+\s*(.*)")
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ (?P<offset>\S+) \S+ \S+\s*(?P<path>.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +35,24 @@ def measure_engines(path: Path, count: int, tokens: int = 16) -> list[EngineMemo
     """Open `count` engines on a bundle, one after the other, each kept and made to answer once.
 
     Private bytes are the growth of the process: weights that are not mapped, the session, the KV cache and buffers as far
-    as they were touched. The first engine also pays for what is loaded once per process.
+    as they were touched.
 
     Raises:
         SpecedgeError: The bundle cannot be opened, or the system is not Linux.
     """
     engines: list[Engine] = []
     found = []
-    load(path)  # prepares the weights, if nobody has yet
+    load(path)  # prepares the weights, if nobody has yet, and loads what a process needs once
+    return_heap()
     before = read_memory([])
     for _ in range(count):
         engine = load(path)
         engines.append(engine)
         engine.generate([0], Sampling(), min(tokens, engine.context - 1))
+        return_heap()
         after = read_memory(engine.weight_files)
         size = sum(file.stat().st_size for file in engine.weight_files)
-        found.append(EngineMemory(size, after.mapped // len(engines), after.private - before.private))
+        found.append(EngineMemory(size, after.mapped, after.private - before.private))
         before = after
     return found
 
@@ -65,16 +68,17 @@ def read_memory(files: Iterable[Path]) -> Memory:
     if not _SMAPS.exists():
         raise SpecedgeError(f"{_SMAPS}: not here; how memory is divided can be read on Linux only")
     wanted = {str(path.resolve()) for path in files}
-    mapped = private = 0
-    inside, anonymous = False, False
+    mapped: dict[tuple[str, str], int] = {}  # the same piece of a file may be mapped many times
+    private = 0
+    path = offset = ""
     for line in _SMAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         if start := _MAPPING.fullmatch(line):
-            inside, anonymous = start[1] in wanted, not start[1].startswith("/")
-        elif line.startswith("Rss:") and inside:
-            mapped += _bytes(line)
-        elif line.startswith(("Private_Dirty:", "Private_Clean:")) and anonymous:
+            path, offset = start["path"], start["offset"]
+        elif line.startswith("Rss:") and path in wanted:
+            mapped[path, offset] = max(_bytes(line), mapped.get((path, offset), 0))
+        elif line.startswith(("Private_Dirty:", "Private_Clean:")) and not path.startswith("/"):
             private += _bytes(line)
-    return Memory(mapped, private)
+    return Memory(sum(mapped.values()), private)
 
 
 def _bytes(line: str) -> int:

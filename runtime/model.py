@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Sequence as Tokens
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from specedge.bundle import Bundle, Role
 from specedge.devices.device import Device
-from specedge.errors import SpecedgeError
+from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime import prepared
 from specedge.runtime.cache import KVCache, unwritten
 from specedge.runtime.session import Binding, Session
@@ -43,19 +43,19 @@ class Model:
             )
         _check(self.role, f"{bundle.path}: {role_name}")
         self.tables = rope_tables(self.role)
+        if prepare and not device.prepares:
+            raise UsageError(f"prepare: device {device.name!r} has no prepared form of its graphs; leave it to the default")
         if prepare is None:
-            prepare = self.role.stored_bytes >= prepared.WORTH_IT
-        self.sessions = {
-            graph.width: prepared.open_prepared(bundle, self.role, graph, device, threads, self._same)
-            if prepare and device.prepares
-            else Session(bundle.file(graph.file), graph, device, threads)
-            for graph in self.role.graphs
-        }
-
-    @property
-    def weight_files(self) -> set[Path]:
-        """The files that the sessions map."""
-        return {session.path.with_name(PurePosixPath(self.role.weight_file).name) for session in self.sessions.values()}
+            prepare = device.prepares and self.role.stored_bytes >= prepared.WORTH_IT
+        self.sessions: dict[int | None, Session] = {}
+        self.weight_files: set[Path] = set()
+        for graph in self.role.graphs:
+            if prepare:
+                opened = prepared.open_prepared(bundle, self.role, graph, device, threads, self._same)
+            else:
+                opened = prepared.open_plain(bundle, self.role, graph, device, threads)
+            self.sessions[graph.width] = opened.session
+            self.weight_files.add(opened.weight_file)
 
     def sequence(self) -> "Sequence":
         """A fresh, empty sequence with buffers of its own."""
@@ -67,9 +67,9 @@ class Model:
 
     def _same(self, first: Session, second: Session) -> bool:
         """Whether two sessions of symbolic width give the same logits, bit for bit."""
-        ids = np.arange(min(4, self.role.context, self.role.vocab_size))
+        ids = np.arange(min(4, self.role.widest, self.role.context, self.role.vocab_size))
         one, other = (self._sequence({None: session}).step(ids.tolist()) for session in (first, second))
-        return np.array_equal(one, other)
+        return np.array_equal(one, other, equal_nan=True)
 
 
 def _check(role: Role, where: str) -> None:

@@ -13,6 +13,7 @@ from specedge.errors import SpecedgeError
 Array = npt.NDArray[np.generic]
 
 VERSION: str = ort.__version__
+PREPARED_GRAPH, PREPARED_WEIGHTS = "step.onnx", "weights.bin"
 _SMALLEST_OUTSIDE = 1024  # bytes of a tensor that is not written into the prepared graph itself
 
 
@@ -26,20 +27,15 @@ class Session:
     def __init__(
         self, path: Path, graph: Graph, device: Device, threads: int | None = None, prepared: Path | None = None
     ) -> None:
-        self.path = path
         if device.provider not in ort.get_available_providers():
             here = ", ".join(ort.get_available_providers())
             raise SpecedgeError(f"device {device.name!r}: needs {device.provider}, onnxruntime here has {here}")
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.enable_mem_pattern = device.static  # a plan made for one width is useless for the next
-        if threads:
-            options.intra_op_num_threads = threads
-        if prepared:
-            _save_prepared(options, prepared)
         try:
+            options = _options(device, threads, prepared)
             self._session = ort.InferenceSession(str(path), options, providers=[device.provider])
         except Exception as error:  # onnxruntime raises its own unrelated exception types
+            if prepared:
+                raise SpecedgeError(f"{prepared}: could not be written ({_first_line(error)})") from error
             raise SpecedgeError(f"{path}: onnxruntime cannot open it ({_first_line(error)}); convert again") from error
         if self._session.get_providers()[0] != device.provider:
             raise SpecedgeError(f"device {device.name!r}: onnxruntime fell back to {self._session.get_providers()}")
@@ -79,14 +75,21 @@ class Binding:
         return address
 
 
-def _save_prepared(options: ort.SessionOptions, folder: Path) -> None:
-    options.optimized_model_filepath = str(folder / "step.onnx")
-    for key, value in (
-        ("optimized_model_external_initializers_file_name", "weights.bin"),
-        ("optimized_model_external_initializers_min_size_in_bytes", str(_SMALLEST_OUTSIDE)),
-        ("save_external_prepacked_constant_initializers", "1"),
-    ):
-        options.add_session_config_entry(f"session.{key}", value)
+def _options(device: Device, threads: int | None, prepared: Path | None) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4 if prepared else 3  # what goes wrong in a preparation is said in our own line
+    options.enable_mem_pattern = device.static  # a plan made for one width is useless for the next
+    if threads:
+        options.intra_op_num_threads = threads
+    if prepared:
+        options.optimized_model_filepath = str(prepared / PREPARED_GRAPH)
+        for key, value in (
+            ("optimized_model_external_initializers_file_name", PREPARED_WEIGHTS),
+            ("optimized_model_external_initializers_min_size_in_bytes", str(_SMALLEST_OUTSIDE)),
+            ("save_external_prepacked_constant_initializers", "1"),
+        ):
+            options.add_session_config_entry(f"session.{key}", value)
+    return options
 
 
 def _check(path: Path, kind: str, found: dict[str, tuple[int | str, ...]], expected: tuple[TensorSpec, ...]) -> None:

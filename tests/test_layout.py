@@ -18,13 +18,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "progress": set(),
-    "cachedir": set(),
-    "partial": set(),
+    "cachedir": {"errors"},
     "bundle": {"errors"},
     "devices": {"errors", "bundle"},
     "quant": {"errors", "bundle", "devices"},
-    "export": {"errors", "progress", "cachedir", "partial", "bundle", "devices", "quant"},
-    "runtime": {"errors", "progress", "cachedir", "partial", "bundle", "devices"},
+    "export": {"errors", "progress", "cachedir", "bundle", "devices", "quant"},
+    "runtime": {"errors", "progress", "cachedir", "bundle", "devices"},
 }
 PROVERS = {"specedge/export/cli.py", "specedge/export/validate.py"}  # the two of export that run bundles
 

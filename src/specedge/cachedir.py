@@ -4,13 +4,26 @@ import os
 import sys
 from pathlib import Path
 
+from specedge.errors import SpecedgeError
+
 
 def cache_dir() -> Path:
-    """`$SPECEDGE_CACHE`, or the user's cache folder of the platform; it may not exist yet."""
+    """`$SPECEDGE_CACHE`, or the user's cache folder of the platform; it may not exist yet.
+
+    Raises:
+        SpecedgeError: Neither is set, and this user has no home directory.
+    """
     if chosen := os.environ.get("SPECEDGE_CACHE"):
         return Path(chosen)
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "specedge"
+        return _home() / "Library" / "Caches" / "specedge"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "specedge"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specedge"
+        return Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local") / "specedge"
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "specedge"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise SpecedgeError("SPECEDGE_CACHE: not set, and this user has no home directory; set it to a folder") from None
