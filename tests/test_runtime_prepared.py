@@ -298,7 +298,7 @@ def test_a_killed_preparation_is_swept_by_the_next(bundle: Path, cache: Path, li
     slow = PREPARE.replace(
         "print('ready'",
         "import os, time; from specedge.runtime import prepared\n"
-        "prepared._write_record = lambda folder: time.sleep(60)\nprint('ready'",
+        "prepared._write_record = lambda *arguments: time.sleep(60)\nprint('ready'",
     )
     process = start(bundle, slow)
     assert process.stdin is not None
@@ -352,9 +352,9 @@ def test_threads_prepare_once(bundle: Path, cache: Path, monkeypatch, lines):
     made = []
     make_entry = prepared._make
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any, **options: Any) -> None:
         made.append(1)
-        make_entry(*arguments)
+        make_entry(*arguments, **options)
 
     monkeypatch.setattr(prepared, "_make", counted)
     with ThreadPoolExecutor(6) as pool:
