@@ -93,11 +93,11 @@ def _check(role: Role, where: str) -> None:
 class Sequence:
     """The cache of one text, and steps that extend it. Logits are views, valid until the next step."""
 
-    def __init__(self, role: Role, tables: tuple[Array, Array], sessions: dict[int | None, Session]) -> None:
+    def __init__(self, role: Role, tables: Array, sessions: dict[int | None, Session]) -> None:
         self.role = role
-        self._cos, self._sin = tables
+        self._tables = tables
         self._cache = KVCache(self.role.kv, self.role.context)
-        self._chain = np.tri(self.widest, dtype=bool)
+        self._chain = np.where(np.tri(self.widest, dtype=bool), 0, self.role.mask_value).astype(role.kv.dtype)
         self.graph_seconds = 0.0
         """Time spent inside graphs so far; the rest of a step is the host's."""
 
@@ -135,7 +135,8 @@ class Sequence:
             raise ValueError(f"a step of {rows} tokens is wider than the widest graph, {self.widest}")
         if tree is None or tree.is_chain:
             return self._run(ids, slice(self.length, self.length + rows), self._chain[:rows, :rows], first_row)
-        return self._run(ids, self.length + np.asarray(tree.depths), tree.visible, first_row)
+        mask = np.where(tree.visible, 0, self.role.mask_value)
+        return self._run(ids, self.length + np.asarray(tree.depths), mask, first_row)
 
     def commit(self, rows: Tokens[int]) -> None:
         """Keep these rows of the last step, in order, as the next columns of the text."""
@@ -146,15 +147,15 @@ class Sequence:
         binding.run()
         self.graph_seconds += time.perf_counter() - start
 
-    def _run(self, ids: Tokens[int], positions: Positions, visible: npt.NDArray[np.bool_], first_row: int) -> Logits:
-        """Logits of the rows from `first_row` on."""
+    def _run(self, ids: Tokens[int], positions: Positions, mask: Array, first_row: int) -> Logits:
+        """Logits of the rows from `first_row` on; `mask` [T, T] says what new rows see of each other."""
         raise NotImplementedError
 
 
 class _InPlaceSequence(Sequence):
     """One session of symbolic width that writes its columns into the cache itself."""
 
-    def __init__(self, role: Role, tables: tuple[Array, Array], sessions: dict[int | None, Session]) -> None:
+    def __init__(self, role: Role, tables: Array, sessions: dict[int | None, Session]) -> None:
         super().__init__(role, tables, sessions)
         self._binding = sessions[None].bind()
         dtype = role.kv.dtype
@@ -162,7 +163,7 @@ class _InPlaceSequence(Sequence):
             self._binding.input(f"past_{name}", buffer)
             self._binding.output(f"present_{name}", buffer)
         self._ids = np.zeros(self.widest, np.int32)
-        self._rope = np.zeros((2, self.widest * self._cos.shape[1]), dtype)
+        self._rope = np.zeros((2, self.widest * self._tables.shape[2]), dtype)
         self._bias = unwritten((self.widest * role.context,), dtype)
         self._logits = unwritten((self.widest * role.vocab_size,), dtype)
         self._lengths = np.zeros((2, 1), np.int32)
@@ -170,17 +171,23 @@ class _InPlaceSequence(Sequence):
         self._binding.input("seqlens_k", self._lengths[0])
         self._binding.input("total_sequence_length", self._lengths[1])
         self._bound = (0, 0)
+        self._masked = 0  # so far the bias buffer may hold other numbers than zero
 
-    def _run(self, ids: Tokens[int], positions: Positions, visible: npt.NDArray[np.bool_], first_row: int) -> Logits:
+    def _run(self, ids: Tokens[int], positions: Positions, mask: Array, first_row: int) -> Logits:
         rows, total = len(ids), self.length + len(ids)
         if self._bound != (rows, first_row):
             self._bind(rows, first_row)
         self._ids[:rows] = ids
         self._lengths[0], self._lengths[1] = total - 1, total
-        self._cos_rows[:], self._sin_rows[:] = self._cos[positions], self._sin[positions]
+        self._rope_rows[:] = self._tables[:, positions]
         bias = self._bias[: rows * total].reshape(1, 1, rows, total)
-        bias[..., : self.length] = 0
-        bias[..., self.length :] = np.where(visible, 0, self.role.mask_value)
+        if rows > 1:
+            bias[..., : self.length] = 0
+            bias[..., self.length :] = mask
+            self._masked = max(self._masked, rows * total)
+        elif self._masked:  # a single row sees everything, and zeros stay zeros
+            self._bias[: self._masked] = 0
+            self._masked = 0
         self._binding.input("attention_bias", bias)
         self._timed_run(self._binding)
         logits: Logits = self._logit_rows.astype(np.float32, copy=False)
@@ -188,15 +195,16 @@ class _InPlaceSequence(Sequence):
 
     def _bind(self, rows: int, first_row: int) -> None:
         """Tie the beginnings of the buffers to what a step of `rows` tokens reads and writes."""
-        half, vocab, wanted = self._cos.shape[1], self.role.vocab_size, rows - first_row
-        cos, sin = (flat[: rows * half].reshape(1, 1, rows, half) for flat in self._rope)
+        half, vocab, wanted = self._tables.shape[2], self.role.vocab_size, rows - first_row
+        self._rope_rows = self._rope[:, : rows * half].reshape(2, rows, half)  # a view
+        cos, sin = self._rope_rows[:, None, None]
         logits = self._logits[: wanted * vocab].reshape(1, wanted, vocab)
         self._binding.input("input_ids", self._ids[:rows].reshape(1, rows))
         self._binding.input("rope_cos", cos)
         self._binding.input("rope_sin", sin)
         self._binding.input("logits_rows", self._rows[first_row:rows])
         self._binding.output("logits", logits)
-        self._cos_rows, self._sin_rows, self._logit_rows = cos[0, 0], sin[0, 0], logits[0]
+        self._logit_rows = logits[0]
         self._bound = rows, first_row
 
     def commit(self, rows: Tokens[int]) -> None:
@@ -227,23 +235,23 @@ class _Step:
 class _DeltaSequence(Sequence):
     """One session per static width; a step runs in the smallest that fits, padded, and commit copies what was accepted."""
 
-    def __init__(self, role: Role, tables: tuple[Array, Array], sessions: dict[int | None, Session]) -> None:
+    def __init__(self, role: Role, tables: Array, sessions: dict[int | None, Session]) -> None:
         super().__init__(role, tables, sessions)
-        half = self._cos.shape[1]
+        half = self._tables.shape[2]
         widths = sorted(width for width in sessions if width is not None)
         self._steps = {width: _Step(width, sessions[width].bind(), role, self._cache, half) for width in widths}
         self._last = self._steps[widths[0]]
 
-    def _run(self, ids: Tokens[int], positions: Positions, visible: npt.NDArray[np.bool_], first_row: int) -> Logits:
+    def _run(self, ids: Tokens[int], positions: Positions, mask: Array, first_row: int) -> Logits:
         rows, context = len(ids), self.role.context
         width = next(width for width in self._steps if width >= rows)
         step = self._last = self._steps[width]
         step.ids[0], step.ids[0, :rows] = 0, ids
-        step.cos[0, 0, :rows], step.sin[0, 0, :rows] = self._cos[positions], self._sin[positions]
+        step.cos[0, 0, :rows], step.sin[0, 0, :rows] = self._tables[:, positions]
         step.bias[...] = self.role.mask_value
         step.bias[0, 0, :, context:][np.diag_indices(width)] = 0  # padding rows see themselves: no empty softmax
         step.bias[0, 0, :rows, : self.length] = 0
-        step.bias[0, 0, :rows, context : context + rows][visible] = 0
+        step.bias[0, 0, :rows, context : context + rows] = mask
         self._timed_run(step.binding)
         return step.logits[0, first_row:rows].astype(np.float32, copy=False)
 
@@ -251,9 +259,9 @@ class _DeltaSequence(Sequence):
         self._cache.append(self._last.columns, rows)
 
 
-def rope_tables(role: Role) -> tuple[Array, Array]:
-    """cos and sin [C, D / 2] of every position, computed in float32 as transformers does."""
+def rope_tables(role: Role) -> Array:
+    """cos and sin [2, C, D / 2] of every position, computed in float32 as transformers does."""
     positions = np.arange(role.context, dtype=np.float32)[:, None]
     angles = positions * np.asarray(role.rope.inv_freq, np.float32)
-    scaling = np.float32(role.rope.scaling)
-    return (np.cos(angles) * scaling).astype(role.kv.dtype), (np.sin(angles) * scaling).astype(role.kv.dtype)
+    tables: Array = (np.stack((np.cos(angles), np.sin(angles))) * np.float32(role.rope.scaling)).astype(role.kv.dtype)
+    return tables
