@@ -255,7 +255,10 @@ def _spread(values: Sequence[float], digits: int) -> str:
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Blocks of each side and task.")
 @json_option
 def main(bundle: Path, rounds: int, json_file: str | None) -> None:
-    """Time plain decoding and prefill of a BUNDLE of smollm2-135m against onnxruntime-genai on the same checkpoint."""
+    """Time plain decoding and prefill of a BUNDLE of smollm2-135m against onnxruntime-genai on the same checkpoint.
+
+    The first run installs onnxruntime-genai into an environment of its own in the user's cache, as genai_peer.py does.
+    """
     try:
         output = Output(json_file)
         opened, peer = open_bundle(bundle), make()

@@ -47,7 +47,13 @@ def fetch_command(name: str) -> None:
 @click.option("--widths", help="Widths to verify at, instead of --gamma: 1,5,9 (default: the device's).")
 @click.option("--context", type=int, help="Tokens a text may have (default: 1024, or what the model was made for).")
 @click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a prefill step.")
-@click.option("--weights", type=click.Choice(["int4", "int8", "fp16", "fp32"]), default="int4", show_default=True)
+@click.option(
+    "--weights",
+    type=click.Choice(["int4", "int8", "fp16", "fp32"]),
+    default="int4",
+    show_default=True,
+    help="At most so many bits per weight: a GGUF tensor on a grid of fewer stays there, see --method.",
+)
 @click.option("--group", type=click.Choice(list(GROUPS)), help="Weights per scale of a new grid (default: 32).")
 @click.option("--asymmetric", is_flag=True, help="A zero point per group of a new grid.")
 @click.option(
@@ -89,7 +95,7 @@ def convert_command(
     new_grid = [name for name, given in (("--group", group), ("--asymmetric", asymmetric)) if given]
     of_grids = new_grid + ["--method"] * (method is not None)
     if of_grids and weights in _FLOATS and head_weights in (None, *_FLOATS):
-        raise UsageError(f"{of_grids[0]}: --weights {weights} has no groups; leave it out or quantise")
+        raise UsageError(f"{of_grids[0]}: --weights {weights} is not quantised; leave one of them out")
     if new_grid and method == "keep":
         raise UsageError(f"--method keep: {new_grid[0]} asks for another grid; leave out one of them")
     head = head_weights or (weights if weights in _FLOATS else "int8")

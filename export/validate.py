@@ -164,7 +164,7 @@ def _check_role(
     wanted = {1, *bundle.manifest.widths, *(graph.width for graph in sequence.role.graphs if graph.width), sequence.role.chunk}
     widths = sorted(width for width in wanted if width <= sequence.widest)
     progress(f"validate: {role}", 0, 2 + len(widths))
-    checks = [_check_weights(bundle, role, checkpoint)]
+    checks = _check_weights(bundle, role, checkpoint)
     progress(f"validate: {role}", 1, 2 + len(widths))
     allowed = min(bundle.manifest.allowed_ids, bundle.role(role).vocab_size)
     windows = [range(min(3 * sequence.role.chunk, len(text))), range(max(len(text) - _END, 0), len(text))]
@@ -194,8 +194,11 @@ def _load_quietly(checkpoint: Checkpoint) -> PreTrainedModel:
         return checkpoint.load_reference()
 
 
-def _check_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Check:
-    """Largest difference of a stored weight to the checkpoint's: in quantisation steps, or to the nearest float of its type."""
+def _check_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> list[Check]:
+    """How many tensors changed that the manifest calls exact, and the largest difference of a stored weight.
+
+    That is counted in quantisation steps, or from the nearest float of its type.
+    """
     names = tensor_names(checkpoint.config)
     weights = {weight.name: weight for weight in bundle.role(role).weights}
     if weights.keys() != names.keys() or any(weights[name].shape != shape for name, (_, shape) in names.items()):
@@ -203,16 +206,21 @@ def _check_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Check:
             f"{bundle.path}: {role} has other tensors or shapes than {checkpoint.name}; name its own checkpoint"
         )
     path = bundle.file(bundle.role(role).weight_file)
-    worst = []
+    worst, changed = [], 0
     for name, weight in weights.items():
         values, steps = read_float32(weight, path)
         exact = checkpoint.tensor(name)
+        changed += weight.exact and not np.array_equal(values, exact)
         if steps is None:
             worst.append(np.abs(values - exact.astype(weight.scheme).astype(np.float32)).max())
         else:
             unit = np.where(steps > 0, steps, np.maximum(np.abs(exact), 1e-30))  # a block of scale 0 may lose itself
             worst.append((np.abs(values - exact) / unit).max())
-    return Check("weight_error", role, float(np.max(worst)), 1.0 + _ROUNDING if is_quantised(bundle, role) else 0.0)
+    limit = 1.0 + _ROUNDING if is_quantised(bundle, role) else 0.0
+    return [
+        Check("exact_weights_changed", role, float(changed), 0.0),
+        Check("weight_error", role, float(np.max(worst)), limit),
+    ]
 
 
 def _load_stored_weights(model: PreTrainedModel, bundle: Bundle, role: str) -> None:

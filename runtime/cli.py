@@ -210,7 +210,12 @@ def show_bench(output: Output, drafter: str, results: Mapping[str, Comparison]) 
 
 @click.command("inspect")
 @BUNDLE
-@click.option("--memory", type=click.IntRange(min=1), metavar="ENGINES", help="Open so many engines and show what each takes.")
+@click.option(
+    "--memory",
+    type=click.IntRange(min=1),
+    metavar="ENGINES",
+    help="Open so many engines, fill their contexts and show what each takes.",
+)
 @json_option
 def inspect_command(bundle: Path, memory: int | None, json_file: str | None) -> None:
     """Show what a BUNDLE holds."""
@@ -227,7 +232,7 @@ def inspect_command(bundle: Path, memory: int | None, json_file: str | None) -> 
 
 def show_memory(output: Output, engines: Sequence[EngineMemory]) -> None:
     """What each engine took; mapped pages are the same for all of them."""
-    table = rich.table.Table("engine", "weight files", "mapped and resident", "private, added")
+    table = rich.table.Table("engine", "weight files", "mapped, shared", "own, context full")
     for number, engine in enumerate(engines, 1):
         table.add_row(str(number), size(engine.file), size(engine.mapped), size(engine.private))
     output.console.print(table)
@@ -250,8 +255,8 @@ def show_bundle(output: Output, bundle: Bundle) -> None:
         exact = "yes" if group.exact else "no"
         table.add_row(group.role, group.part, str(group.tensors), group.source, group.scheme, size(group.bytes), exact)
     print_(table)
-    for kind in sorted({group.source for group in groups if group.source not in _PLAIN_TYPES and not group.exact}):
-        print_(f"  {kind} was dequantised and stored anew")
+    if anew := sorted({group.source for group in groups if group.source not in _PLAIN_TYPES and not group.exact}):
+        print_(f"  {', '.join(anew)}: dequantised and stored anew")
 
 
 @click.command("plan")

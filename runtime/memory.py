@@ -24,18 +24,17 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What one more engine took: bytes of its weight files, how many of them are resident, and private bytes it added."""
+    """What one more engine took: bytes of its weight files, how many of them all engines have resident, private bytes added."""
 
     file: int
     mapped: int
     private: int
 
 
-def measure_engines(path: Path, count: int, tokens: int = 16) -> list[EngineMemory]:
-    """Open `count` engines on a bundle, one after the other, each kept and made to answer once.
+def measure_engines(path: Path, count: int) -> list[EngineMemory]:
+    """Open `count` engines on a bundle, one after the other, each kept and made to fill its context.
 
-    Private bytes are the growth of the process: weights that are not mapped, the session, the KV cache and buffers as far
-    as they were touched.
+    Private bytes are the growth of the process: weights that are not mapped, the session, the whole KV cache, buffers.
 
     Raises:
         SpecedgeError: The bundle cannot be opened, or the system is not Linux.
@@ -48,7 +47,7 @@ def measure_engines(path: Path, count: int, tokens: int = 16) -> list[EngineMemo
     for _ in range(count):
         engine = load(path)
         engines.append(engine)
-        engine.generate([0], Sampling(), min(tokens, engine.context - 1))
+        engine.generate([0] * (engine.context - 1), Sampling(), 1)
         return_heap()
         after = read_memory(engine.weight_files)
         size = sum(file.stat().st_size for file in engine.weight_files)

@@ -32,11 +32,13 @@ from specedge.runtime.session import PREPARED_GRAPH, PREPARED_WEIGHTS, VERSION, 
 WORTH_IT = 16 << 20  # bytes of weights; fewer are copied as fast as they are mapped
 _FORMAT = "1"  # of an entry: part of its key, to be counted up with the options of the session that writes it
 _ROOM = 3  # a prepared graph is 2.3 times as large as its weight file (onnxruntime keeps both orders), plus what others write
+_LONG = 3 << 30  # bytes to write at most: above, a person should know why the first load takes its time
 _KEPT = 60 * 86400.0  # seconds an entry may go unused
 _QUIET = 600.0  # seconds after the last write when a half-made entry counts as abandoned, whoever's it was
 _RECORD = "prepared.json"
 
 _log = logging.getLogger(__name__)
+_said: set[str] = set()  # lines a process has logged already: it may open the same bundle often
 
 Same = Callable[[Session, Session], bool]
 
@@ -79,9 +81,15 @@ def open_prepared(bundle: Bundle, role: Role, graph: Graph, device: Device, thre
         session = _open_or_make(place, _Source(bundle, role, graph, device, threads), same)
         _look_after(place)
     except Exception as error:  # onnxruntime's own, too: nothing that a preparation does may keep an engine from opening
-        _log.warning("%s: opened without prepared weights, each engine holds a copy of its own (%s)", bundle.path, error)
+        _warn_once(f"{bundle.path}: opened without prepared weights, each engine holds a copy of its own ({error})")
         return open_plain(bundle, role, graph, device, threads)
     return Opened(session, place / PREPARED_WEIGHTS)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
 
 
 def _place(bundle: Bundle, graph: Graph, device: Device) -> Path:
@@ -170,7 +178,11 @@ def _make(place: Path, source: _Source, same: Same, replace: bool) -> None:
     need = _ROOM * source.bundle.manifest.files[source.role.weight_file].bytes
     free = shutil.disk_usage(place.parent).free
     if free < need:
-        raise SpecedgeError(f"{place.parent}: {free} bytes free, expected {need} for the prepared weights")
+        raise SpecedgeError(
+            f"{place.parent}: {free / 1e6:.0f} MB free in the cache, expected {need / 1e6:.0f} MB for the prepared weights"
+        )
+    level = logging.WARNING if need > _LONG else logging.INFO
+    _log.log(level, "%s: preparing weights for this machine, once, in %s", source.bundle.path, place.parent)
     partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
     try:
         own = Session(source.bundle.file(source.graph.file), source.graph, source.device, source.threads, prepared=partial)
