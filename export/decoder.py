@@ -199,10 +199,10 @@ class Decoder(nn.Module):
 class Step:
     """What every layer of a step shares, in the shapes its form wants."""
 
-    cos: Tensor
+    cos: Tensor  # [1, 1, T, D / 2]; in place, where GroupQueryAttention rotates, [L + 2 T + 1, D / 2]
     sin: Tensor
-    bias: Tensor
-    lengths: tuple[Tensor, ...] = ()
+    bias: Tensor  # delta [1, 1, G T, C + T]; in place [1, 1, T + 1, L + T + 1]
+    lengths: tuple[Tensor, ...] = ()  # in place: seqlens_k and total_sequence_length, the spare row counted
     positions: Tensor | None = None  # [1, T + 1], rows of cos and sin
     spare: Tensor | None = None  # zeros [1, 1, (N + 2 K) D]
 

@@ -31,9 +31,10 @@ from specedge.runtime.session import PREPARED_GRAPH, PREPARED_WEIGHTS, VERSION, 
 
 WORTH_IT = 16 << 20  # bytes of weights; fewer are copied as fast as they are mapped
 _FORMAT = "1"  # of an entry: part of its key, to be counted up with the options of the session that writes it
-_ROOM = 3  # a prepared graph is 2.3 times as large as its weight file (onnxruntime keeps both orders), plus what others write
+_ROOM = 3  # a prepared graph is 2 to 2.5 times as large as its weight file: onnxruntime keeps both orders
 _LONG = 3 << 30  # bytes to write at most: above, a person should know why the first load takes its time
 _KEPT = 60 * 86400.0  # seconds an entry may go unused
+_KEPT_SUPERSEDED = 86400.0  # the same, once another bundle has its path; two containers may have their own at one path
 _QUIET = 600.0  # seconds after the last write when a half-made entry counts as abandoned, whoever's it was
 _RECORD = "prepared.json"
 
@@ -246,7 +247,8 @@ def _look_after(place: Path) -> None:
             elif (sibling / _RECORD).exists():
                 record = _read_record(sibling)
                 superseded = record.get("bundle") == own.get("bundle") and record.get("manifest") != own.get("manifest")
-                stale = superseded or now - (sibling / _RECORD).stat().st_mtime > _KEPT
+                unused = now - (sibling / _RECORD).stat().st_mtime
+                stale = unused > (_KEPT_SUPERSEDED if superseded else _KEPT)
             else:
                 stale = False
             if stale:

@@ -143,6 +143,10 @@ def test_a_new_bundle_in_the_same_place_takes_the_entry_of_the_old(bundle: Path,
     manifest = (copied / MANIFEST).read_text()
     (copied / MANIFEST).write_text(manifest + "\n")
     open_engine(copied)
+    assert len(entries(cache)) == 2  # in another container it may still be the bundle of that path
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(old / "prepared.json", (two_days_ago, two_days_ago))
+    open_engine(copied)
     (new,) = entries(cache)
     assert new != old
 
