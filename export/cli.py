@@ -10,12 +10,17 @@ import rich.table
 
 from specedge import __version__
 from specedge.bundle import Bundle
+from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.quant.scheme import GROUPS, Scheme
 from specedge.runtime.bench import as_dict, bench
-from specedge.runtime.cli import BUNDLE, COMMANDS, prompt_sets, show_bench, show_bundle
+from specedge.runtime.cli import COMMANDS
+from specedge.runtime.cli_bench import prompt_sets, show_bench
+from specedge.runtime.cli_inspect import show_bundle
+from specedge.runtime.cli_options import BUNDLE
 from specedge.runtime.generate import load
 from specedge.runtime.inspect import inspect
+from specedge.runtime.shape import read_shape
 from specedge.runtime.terminal import Group, Output, json_option, peak_rss
 
 _FLOATS = {"fp32": "float32", "fp16": "float16"}
@@ -45,6 +50,9 @@ def fetch_command(name: str) -> None:
 @click.option("--device", default="cpu", show_default=True, help="Row of the device table.")
 @click.option("--gamma", type=click.IntRange(min=1), help="Verify this many drafts: widths 1 and gamma + 1.")
 @click.option("--widths", help="Widths to verify at, instead of --gamma: 1,5,9 (default: the device's).")
+@click.option(
+    "--tree", type=click.Path(path_type=Path), help="Draft this tree: a JSON list of paths of ranks, [[0], [1], [0, 0]]."
+)
 @click.option("--context", type=int, help="Tokens a text may have (default: 1024, or what the model was made for).")
 @click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a prefill step.")
 @click.option(
@@ -77,6 +85,7 @@ def convert_command(
     device: str,
     gamma: int | None,
     widths: str | None,
+    tree: Path | None,
     context: int | None,
     chunk: int,
     weights: str,
@@ -107,6 +116,7 @@ def convert_command(
         widths=_widths(widths) if gamma is None else (1, gamma + 1),
         context=context,
         chunk=chunk,
+        tree=read_shape(tree).paths if tree else (),
         body=_weight_form(weights, group or "32", not asymmetric),
         head=_weight_form(head, group or "32", not asymmetric),
         keep=method != "rtn" and not new_grid,
@@ -114,6 +124,12 @@ def convert_command(
     )
     out = Output(json_file)
     out.json(_convert(request, out))
+    row = get_device(device)
+    if tree and row.accuracy_level == 4 and weights not in _FLOATS:
+        out.console.print(
+            f"note: {row.name} rounds activations to 8 bits here, so a tree's branches give slightly other logits than a "
+            "chain's steps; validate says how much that is"
+        )
 
 
 def _convert(request: Any, output: Output) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """The whole conversion on one screen: read, quantise, write weights, trace, lower, write graphs."""
 
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -47,6 +48,7 @@ class Request:
     widths: tuple[int, ...] | None = None  # the device's own
     context: int | None = None  # 1024, or fewer where a model was made for fewer
     chunk: int = 64
+    tree: tuple[tuple[int, ...], ...] = ()  # paths of the draft tree (docs/contract.md); none: chains
     body: Scheme | str = INT4
     head: Scheme | str = INT8
     keep: bool = True
@@ -59,6 +61,8 @@ class Request:
             raise UsageError(f"chunk {self.chunk}: expected a positive number of tokens")
         if self.widths is not None and min(self.widths, default=0) < 1:
             raise UsageError(f"widths {self.widths}: expected positive numbers")
+        if self.tree and self.draft is None:
+            raise UsageError("tree: prompt lookup drafts chains only; give a --draft model or leave the tree out")
         if "float16" in (self.body, self.head) and self.body != self.head:
             raise UsageError(
                 f"weights {self.body} with head weights {self.head}: fp16 is a whole graph's type; use it for both"
@@ -86,8 +90,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         roles = {}
         if draft:
             _check_vocabulary(folder, has_tokenizer, target, draft)
-            # catch-up after a full acceptance feeds two tokens
-            roles["draft"] = _write_role("draft", draft, folder, device, [1, 2], context, request, progress)
+            widths = _draft_widths(request.tree, context)
+            roles["draft"] = _write_role("draft", draft, folder, device, widths, context, request, progress)
         roles["target"] = _write_role("target", target, folder, device, verify, context, request, progress)
         vocab = target.config.vocab_size
         manifest = Manifest(
@@ -101,6 +105,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             eos_ids=target.eos_ids,
             bos_id=target.bos_id,
             drafters=("draft", "lookup") if draft else ("lookup",),
+            tree=request.tree,
             roles=roles,
             files=_hash_files(folder),
         )
@@ -205,12 +210,18 @@ def _context(request: Request, checkpoints: list[Checkpoint]) -> int:
 
 
 def _widths(request: Request, device: Device, context: int) -> list[int]:
-    """Widths to decode and verify at, ascending from 1: those asked for, or what fits of the device's own."""
-    if request.widths is None:
-        return sorted({1, *(width for width in device.default_widths if width <= context)})
-    if max(request.widths) > context:
-        raise UsageError(f"widths {request.widths}: wider than the context of {context}")
-    return sorted({1, *request.widths})
+    """Widths to decode and verify at, ascending from 1: those asked for, or what fits of the device's own; and the tree's."""
+    tree = {len(request.tree) + 1} if request.tree else set()
+    asked = set(request.widths or (width for width in device.default_widths if width <= context))
+    if max(asked | tree, default=1) > context:
+        raise UsageError(f"widths {sorted(asked | tree)}: wider than the context of {context}")
+    return sorted({1} | asked | tree)
+
+
+def _draft_widths(tree: tuple[tuple[int, ...], ...], context: int) -> list[int]:
+    """One token, two (after a full acceptance the draft catches up), and the widest level of a tree that has children."""
+    levels = Counter(len(path) for path in {path[:-1] for path in tree} if path)
+    return sorted({width for width in (1, 2, *levels.values()) if width <= context})
 
 
 def _check_vocabulary(folder: Path, has_tokenizer: bool, target: Checkpoint, draft: Checkpoint) -> None:

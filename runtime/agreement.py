@@ -9,6 +9,8 @@ import numpy.typing as npt
 from specedge.runtime.generate import Engine
 from specedge.runtime.model import Sequence as ModelSequence
 from specedge.runtime.sample import Sampling
+from specedge.runtime.shape import TreeShape
+from specedge.runtime.tree import ROOT, TokenTree
 
 Logits = npt.NDArray[np.float32]
 
@@ -54,7 +56,57 @@ def width_agreement(engine: Engine, ids: Sequence[int]) -> dict[int, float]:
     return {width: float(np.abs(walk(engine.target, ids, width)[:, :allowed] - single).max()) for width in widths}
 
 
-def compare_greedy(engine: Engine, prompt: Sequence[int], tokens: int, gamma: int | None, tie: float) -> Agreement:
+def tree_rows(engine: Engine, ids: Sequence[int], shape: TreeShape) -> tuple[Logits, Logits]:
+    """Logits [rows, allowed] on paths of a tree, and of one-token steps after the same text.
+
+    The text lies on each of the tree's paths in turn and all other nodes carry other tokens: what these may change is only
+    the order of sums.
+    """
+    target, allowed = engine.target, engine.bundle.manifest.allowed_ids
+    single = walk(target, ids, 1)[:, :allowed]
+    leaves = [node for node in range(len(shape.parents)) if not shape.children(node)]
+    found, expected = [], []
+    target.truncate(0)
+    for start in range(len(ids) - shape.depth):
+        tree, path = _with_path(shape, leaves[start % len(leaves)], ids[start + 1 :], allowed)
+        rows = [0, *(node + 1 for node in path)]
+        found.append(target.step([ids[start], *tree.tokens], tree)[rows, :allowed])
+        expected.append(single[start : start + len(rows)])
+        target.commit([0])
+    return np.concatenate(found), np.concatenate(expected)
+
+
+def tree_agreement(engine: Engine, ids: Sequence[int], shape: TreeShape) -> float:
+    """Max |logit difference| of `tree_rows`; NaN if there is one."""
+    found, expected = tree_rows(engine, ids, shape)
+    return float(np.abs(found - expected).max())
+
+
+def _with_path(shape: TreeShape, leaf: int, text: Sequence[int], allowed: int) -> tuple[TokenTree, list[int]]:
+    """A tree of this shape with `text` on the way to `leaf`, and that way."""
+    path = [leaf]
+    while shape.parents[path[0]] != ROOT:
+        path.insert(0, shape.parents[path[0]])
+    tokens = []
+    for node, rank in enumerate(shape.ranks):
+        depth = len(shape.paths[node]) - 1
+        here = node if node in path else next((other for other in path if shape.parents[other] == shape.parents[node]), None)
+        apart = rank - shape.ranks[here] if here is not None else rank  # siblings differ
+        tokens.append((text[depth] + apart) % allowed)
+    return TokenTree(tuple(tokens), shape.parents), path
+
+
+def agreement_of(engine: Engine, ids: Sequence[int], shape: TreeShape | None) -> float:
+    """The largest of `width_agreement`, and `tree_agreement` if there is a tree; NaN if one is."""
+    found = list(width_agreement(engine, ids).values())
+    if shape is not None and not shape.is_chain:
+        found.append(tree_agreement(engine, ids, shape))
+    return float(np.max(found, initial=0.0))
+
+
+def compare_greedy(
+    engine: Engine, prompt: Sequence[int], tokens: int, gamma: int | None, tie: float, tree: TreeShape | None = None
+) -> Agreement:
     """Speculative against plain greedy ids; a difference where plain's two best logits are closer than `tie` is stepped over.
 
     After a near-tie the comparison goes on behind plain's token.
@@ -62,7 +114,7 @@ def compare_greedy(engine: Engine, prompt: Sequence[int], tokens: int, gamma: in
     plain = engine.generate(list(prompt), Sampling(), tokens, speculate=False).ids
     done = near_ties = drafted = 0
     while done < len(plain):
-        result = engine.generate([*prompt, *plain[:done]], Sampling(), len(plain) - done, gamma=gamma)
+        result = engine.generate([*prompt, *plain[:done]], Sampling(), len(plain) - done, gamma=gamma, tree=tree)
         drafted += result.stats.drafted
         expected = plain[done:]
         if result.ids == expected:

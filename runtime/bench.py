@@ -2,16 +2,18 @@
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from statistics import median
 
 from specedge.progress import Progress, silent
-from specedge.runtime.agreement import compare_greedy, width_agreement
+from specedge.runtime.agreement import agreement_of, compare_greedy
 from specedge.runtime.generate import Engine
-from specedge.runtime.results import Stats
+from specedge.runtime.results import Outcome, Stats
 from specedge.runtime.sample import Sampling
+from specedge.runtime.shape import TreeShape
 
 
 @dataclass(slots=True)
@@ -22,12 +24,14 @@ class _Totals:
     seconds: float = 0.0
     host_seconds: float = 0.0
     per_round: list[tuple[int, int]] = field(default_factory=list)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
 
     def add(self, stats: Stats) -> None:
         self.tokens += stats.tokens
         self.seconds += stats.decode_seconds
         self.host_seconds += stats.decode_seconds - stats.graph_seconds
         self.per_round += stats.per_round
+        self.outcomes += stats.outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Comparison:
     acceptance: float
     drafted: int
     accepted_by_position: list[float]
+    accepted_by_rank: list[list[float]]
     host_fraction: float
     speedup: float
     speedup_range: tuple[float, float]
@@ -58,6 +63,7 @@ class Comparison:
                 "acceptance": self.acceptance,
                 "drafted": self.drafted,
                 "accepted_by_position": self.accepted_by_position,
+                "accepted_by_rank": self.accepted_by_rank,
                 "host_fraction": self.host_fraction,
             },
             "speedup": self.speedup,
@@ -74,14 +80,16 @@ def bench(
     gamma: int | None = None,
     repeats: int = 2,
     progress: Progress = silent,
+    tree: TreeShape | None = None,
 ) -> dict[str, Comparison]:
     """Greedy decoding of every set of prompts, plain and speculative in turn; which comes first alternates."""
     first = next(iter(prompt_sets.values()))[0]
     for speculate in (False, True):
-        engine.generate(list(first), Sampling(), 8, gamma=gamma, speculate=speculate)
-    tie = 2 * max(width_agreement(engine, list(first)[:64]).values(), default=0.0)
+        engine.generate(list(first), Sampling(), 8, gamma=gamma, speculate=speculate, tree=tree)
+    shape = engine.default_tree if tree is None and gamma is None else tree
+    tie = 2 * agreement_of(engine, list(first)[:64], shape)
     return {
-        name: _compare(engine, name, prompts, max_new_tokens, gamma, repeats, tie, progress)
+        name: _compare(engine, name, prompts, max_new_tokens, gamma, tree, repeats, tie, progress)
         for name, prompts in prompt_sets.items()
     }
 
@@ -92,6 +100,7 @@ def _compare(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     gamma: int | None,
+    tree: TreeShape | None,
     repeats: int,
     tie: float,
     progress: Progress,
@@ -104,15 +113,17 @@ def _compare(
         for repeat in range(repeats):
             found = {}
             for speculate in (False, True) if repeat % 2 == 0 else (True, False):
-                found[speculate] = engine.generate(list(prompt), Sampling(), max_new_tokens, gamma=gamma, speculate=speculate)
+                found[speculate] = engine.generate(
+                    list(prompt), Sampling(), max_new_tokens, gamma=gamma, speculate=speculate, tree=tree
+                )
                 totals[speculate].add(found[speculate].stats)
             ratios.append(found[True].stats.tokens_per_second / found[False].stats.tokens_per_second)
             progress(f"bench: {name}", len(ratios), len(prompts) * repeats)
         if found[True].ids != found[False].ids:
-            agreement = compare_greedy(engine, prompt, max_new_tokens, gamma, tie)
+            agreement = compare_greedy(engine, prompt, max_new_tokens, gamma, tie, tree)
             identical, near_ties = identical and agreement.passed, near_ties + agreement.near_ties
     plain, speculative = totals[False], totals[True]
-    together = Stats(tokens=speculative.tokens, per_round=speculative.per_round)
+    together = Stats(tokens=speculative.tokens, per_round=speculative.per_round, outcomes=speculative.outcomes)
     return Comparison(
         plain_speed=plain.tokens / plain.seconds,
         speculative_speed=speculative.tokens / speculative.seconds,
@@ -120,6 +131,7 @@ def _compare(
         acceptance=together.accepted / together.drafted if together.drafted else 0.0,
         drafted=together.drafted,
         accepted_by_position=together.accepted_by_position,
+        accepted_by_rank=together.accepted_by_rank,
         host_fraction=speculative.host_seconds / speculative.seconds,
         speedup=median(ratios),
         speedup_range=(min(ratios), max(ratios)),

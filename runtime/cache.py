@@ -54,11 +54,22 @@ class KVCache:
     def keep(self, rows: Sequence[int]) -> None:
         """Commit columns `rows`, ascending, of a step that wrote its own into the buffers right behind the committed ones."""
         end = self._grow(len(rows))
-        if list(rows) != list(range(len(rows))):  # a tree: the accepted path closes ranks
-            source = [self.length + row for row in rows]
-            for buffer in self._buffers.values():
-                buffer[:, :, self.length : end] = buffer[:, :, source]
+        self._close_ranks(self.length, rows)
         self.length = end
+
+    def compact(self, start: int, rows: Sequence[int]) -> None:
+        """Of the committed columns from `start` on keep only `rows` (0: the one at `start`), ascending, moved together."""
+        if not 0 <= start <= self.length or (len(rows) and not 0 <= rows[0] <= rows[-1] < self.length - start):
+            raise ValueError(f"cannot keep columns {list(rows)} behind {start} of a cache of {self.length}")
+        self._close_ranks(start, rows)
+        self.truncate(start + len(rows))
+
+    def _close_ranks(self, start: int, rows: Sequence[int]) -> None:
+        """Move columns `rows` behind `start` to its right side, an accepted path of a tree."""
+        if list(rows) != list(range(len(rows))):
+            source = [start + row for row in rows]
+            for buffer in self._buffers.values():
+                buffer[:, :, start : start + len(rows)] = buffer[:, :, source]
 
     def _grow(self, count: int) -> int:
         end = self.length + count

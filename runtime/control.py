@@ -1,8 +1,10 @@
-"""How many tokens to draft this round: a fixed number, or what measured acceptance and known costs make the best of."""
+"""What to draft this round: always the same, or as many tokens as measured acceptance and known costs make the best of."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+from specedge.runtime.shape import TreeShape
 
 # Acceptance expected before anything was seen: of a drafter without evidence, then of lookups by the length of the match,
 # 1, 2-3, 4-7, 8-15, 16-31 and longer (SmolLM2-135M on the built-in prompts, chat and copy alike, within 0.1).
@@ -16,26 +18,26 @@ _PROBE_MOST = 256
 
 
 class Control(Protocol):
-    """Chooses gamma; told afterwards what became of it. `evidence` is the proposal's (`tree.Proposal`)."""
+    """Chooses what is drafted; told afterwards what became of it. `evidence` is the proposal's (`tree.Proposal`)."""
 
-    def ask(self, room: int) -> int:
-        """How many tokens to request from the drafter, at most `room`."""
+    def ask(self, depth: int, nodes: int) -> TreeShape:
+        """The tree to request from the drafter, at most so deep and of so many nodes."""
 
     def take(self, evidence: int, drafted: int) -> int:
         """How many of `drafted` proposed tokens to verify."""
 
     def observe(self, evidence: int, agreed: int, compared: int) -> None:
-        """`agreed` of the first `compared` proposed tokens were what the target emitted, verified or not."""
+        """Of `compared` proposed tokens in a row, verified or not, the first `agreed` were what the target emitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always gamma tokens, fewer only where room or the drafter's supply ends."""
+    """Always the same tree or chain, smaller only where room or the drafter's supply ends."""
 
-    gamma: int
+    shape: TreeShape
 
-    def ask(self, room: int) -> int:
-        return min(self.gamma, room)
+    def ask(self, depth: int, nodes: int) -> TreeShape:
+        return self.shape.within(depth, nodes)
 
     def take(self, evidence: int, drafted: int) -> int:
         return drafted
@@ -62,7 +64,7 @@ class _Acceptance:
 
 
 class Adaptive:
-    """The gamma of the largest expected speed, E(gamma) / (d gamma + v(gamma + 1)) (docs/contract.md), plain decoding included.
+    """The chain of the largest expected speed, E(gamma) / (d gamma + v(gamma + 1)) (docs/contract.md), plain decoding included.
 
     A function of this request's own acceptance and the costs given, nothing else: with a drawn drafter the choice may not
     depend on a clock (docs/contract.md). `verify_cost` maps a width to its time over width 1; `draft_cost` is the time of one
@@ -78,8 +80,10 @@ class Adaptive:
         self._acceptance = [_Acceptance(rate) for rate in _RATE_BEFORE]
         self._plain_rounds, self._patience = 0, _PROBE_AFTER
 
-    def ask(self, room: int) -> int:
-        most = max(min(room, self._widest - 1), 0)
+    def ask(self, depth: int, nodes: int) -> TreeShape:
+        return TreeShape.chain(self._gamma(max(min(depth, nodes, self._widest - 1), 0)))
+
+    def _gamma(self, most: int) -> int:
         if self._draft_cost == 0.0:
             return most
         gamma = self._best(0, most)

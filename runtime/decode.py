@@ -1,23 +1,29 @@
 """The loop: propose, verify, accept, commit (Leviathan et al. 2023; docs/contract.md)."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from specedge.runtime.accept import Rule
 from specedge.runtime.control import Control
 from specedge.runtime.drafters import Drafter
 from specedge.runtime.model import Sequence
+from specedge.runtime.rules import Judge
+from specedge.runtime.sample import Logits
+from specedge.runtime.tree import ROOT, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round emitted and what it took. `drafted` and `accepted` count verified drafts, `accepted` only emitted ones."""
+    """What one round emitted and what it took: the verified `tree`, its accepted `nodes` as far as they were emitted.
+
+    `log_probabilities` belong to `tokens`, if they were asked for.
+    """
 
     tokens: tuple[int, ...]
-    drafted: tuple[int, ...]
-    accepted: int
+    tree: TokenTree
+    nodes: tuple[int, ...]
+    log_probabilities: tuple[float, ...]
     draft_seconds: float
     verify_seconds: float
     seconds: float
@@ -34,43 +40,40 @@ def decode(
     target: Sequence,
     drafter: Drafter,
     control: Control,
-    rule: Rule,
+    judge: Judge,
     prompt: Tokens[int],
     limit: int,
     stop_ids: Collection[int],
+    log_probability: Callable[[Logits, int], float] | None = None,
 ) -> Iterator[Round]:
     """Rounds of at most `limit` tokens, all fitting the context, after a prefilled `prompt`; one of `stop_ids` ends them."""
     history, end = list(prompt), len(prompt) + limit
     while len(history) < end:
         start = time.perf_counter()
-        root = len(history) - 1
-        room = min(end - len(history) - 1, drafter.room(len(history)))
-        proposal = drafter.propose(history, control.ask(room))
-        guess = proposal.tree.tokens
-        proposal = proposal.first(control.take(proposal.evidence, len(guess)))
+        room = min(target.role.context - len(history), target.widest - 1, drafter.room(len(history)))
+        proposal = drafter.propose(history, control.ask(end - len(history) - 1, room))
+        guess = proposal.tree
+        proposal = proposal.first(control.take(proposal.evidence, len(guess.tokens)))
+        tree = proposal.tree
         drafted = time.perf_counter()
 
-        logits = target.step([history[root], *proposal.tree.tokens], proposal.tree)
+        logits = target.step([history[-1], *tree.tokens], tree)
         verified = time.perf_counter()
 
-        accepted = rule(proposal, logits, root)
-        path = [*(proposal.tree.tokens[node] for node in accepted.nodes), accepted.token]
+        accepted = judge(proposal, logits, history)
+        path = [*(tree.tokens[node] for node in accepted.nodes), accepted.token]
         tokens = path[: next((index + 1 for index, token in enumerate(path) if token in stop_ids), len(path))]
-        target.commit([0, *(node + 1 for node in accepted.nodes)][: len(tokens)])
-        control.observe(proposal.evidence, agreement(guess, tokens), min(len(guess), len(tokens)))
+        rows = [0, *(node + 1 for node in accepted.nodes)][: len(tokens)]  # each gave the token that follows it
+        target.commit(rows)
+        scores = (
+            [log_probability(logits[row], token) for row, token in zip(rows, tokens, strict=True)] if log_probability else ()
+        )
+        agreed = guess.follow(tokens)
+        more = len(agreed) < len(tokens) and bool(guess.children(agreed[-1] if agreed else ROOT))
+        control.observe(proposal.evidence, len(agreed), len(agreed) + more)
         history += tokens
-        kept = min(len(accepted.nodes), len(tokens))
+        nodes = accepted.nodes[: len(tokens)]
         done = time.perf_counter()
-        yield Round(tuple(tokens), proposal.tree.tokens, kept, drafted - start, verified - drafted, done - start)
+        yield Round(tuple(tokens), tree, nodes, tuple(scores), drafted - start, verified - drafted, done - start)
         if tokens[-1] in stop_ids:
             return
-
-
-def agreement(guess: Tokens[int], tokens: Tokens[int]) -> int:
-    """Length of the common prefix."""
-    matches = 0
-    for guessed, token in zip(guess, tokens, strict=False):
-        if guessed != token:
-            break
-        matches += 1
-    return matches

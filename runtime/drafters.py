@@ -4,12 +4,13 @@ from collections.abc import Sequence as Tokens
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from specedge.runtime.law import Law
 from specedge.runtime.model import Sequence
-from specedge.runtime.philox import Purpose, uniform
-from specedge.runtime.sample import Sampling, best, draw, probabilities
-from specedge.runtime.tree import Proposal, TokenTree
+from specedge.runtime.rules import Choose
+from specedge.runtime.sample import Logits
+from specedge.runtime.shape import TreeShape
+from specedge.runtime.tree import ROOT, Proposal, TokenTree
 
 NOTHING = Proposal(TokenTree.chain([]))  # made once: between two steps every line of Python runs from cold caches
 
@@ -17,23 +18,18 @@ NOTHING = Proposal(TokenTree.chain([]))  # made once: between two steps every li
 class Drafter(Protocol):
     """Proposes continuations of a text whose last token is the root; gets the whole text each time, so it misses nothing."""
 
-    drawn: bool
-    """Whether proposals are drawn from q by chance; otherwise they are a function of the text."""
-
     def begin(self, prompt: Tokens[int]) -> None:
         """Forget the previous request and take in a prompt."""
 
     def room(self, length: int) -> int:
         """How many tokens can be drafted after a text of `length`."""
 
-    def propose(self, history: Tokens[int], gamma: int) -> Proposal:
-        """At most `gamma` tokens to follow `history`."""
+    def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
+        """Tokens to follow `history`: a tree of this shape, or a part of it; a drafter of chains takes its depth."""
 
 
 class NoDrafter:
     """Proposes nothing: plain decoding."""
-
-    drawn = False
 
     def begin(self, prompt: Tokens[int]) -> None:
         return
@@ -41,7 +37,7 @@ class NoDrafter:
     def room(self, length: int) -> int:
         return 0
 
-    def propose(self, history: Tokens[int], gamma: int) -> Proposal:
+    def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         return NOTHING
 
 
@@ -51,7 +47,6 @@ class LookupDrafter:
     Searches prompt and output; of equally long matches the most recent. `Proposal.evidence` is the length of the match.
     """
 
-    drawn = False
     longest = 32
     """Suffixes are compared up to this length: longer ones decide nothing more."""
 
@@ -66,13 +61,13 @@ class LookupDrafter:
     def room(self, length: int) -> int:
         return len(self._ids) - length
 
-    def propose(self, history: Tokens[int], gamma: int) -> Proposal:
+    def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         self._extend(history)
         start, matched = self._longest_match()
         if not matched:
             return NOTHING
         period = self._known - start  # a copy that reaches the end of the text goes on with itself
-        tokens = [int(self._ids[start + index % period]) for index in range(gamma)]
+        tokens = [int(self._ids[start + index % period]) for index in range(shape.depth)]
         return Proposal(TokenTree.chain(tokens), evidence=matched)
 
     def _extend(self, history: Tokens[int]) -> None:
@@ -95,58 +90,77 @@ class LookupDrafter:
 
 
 class DraftModel:
-    """A smaller model of the same vocabulary, step by step.
+    """A smaller model of the same vocabulary, level by level down the tree; `choose` is the rule's.
 
-    Its cache keeps the columns of whatever prefix the text still shares with what was fed; the rest, drafted or emitted, is
-    fed with the next proposal, so rejected and unseen tokens need no bookkeeping.
+    Its cache holds the text up to the last proposal's root and then the nodes of that proposal that had children. The next
+    proposal keeps the columns of the path that was emitted and feeds whatever else is new, so rejected and unseen tokens
+    need no bookkeeping.
     """
 
-    drawn: bool
-
-    def __init__(self, sequence: Sequence, sampling: Sampling, allowed: int) -> None:
-        self._sequence, self._sampling = sequence, sampling
-        self._allowed = min(allowed, sequence.role.vocab_size)
-        self._fed: list[int] = []
-        self._settled = 0  # so many fed tokens are known to be the text's
-        self.drawn = not sampling.greedy
+    def __init__(self, sequence: Sequence, choose: Choose) -> None:
+        self._sequence, self._choose = sequence, choose
+        self._tree = TokenTree.chain([])
+        self._fed: list[int] = []  # nodes of the tree in the cache, in the order of their columns
+        self._settled = 0  # columns before these: so much of the text
 
     def begin(self, prompt: Tokens[int]) -> None:
         self._sequence.truncate(0)
-        self._fed, self._settled = [], 0
-        self._feed(prompt[: self._sequence.role.context][:-1])
+        self._tree, self._fed = TokenTree.chain([]), []
+        text = prompt[: self._sequence.role.context][:-1]
+        self._sequence.prefill(text)
+        self._settled = len(text)
 
     def room(self, length: int) -> int:
         return max(self._sequence.role.context - length + 1, 0)
 
-    def propose(self, history: Tokens[int], gamma: int) -> Proposal:
-        if gamma == 0:
+    def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
+        if not shape.parents:
             return NOTHING
         self._rewind(history)
-        row = self._feed(history[len(self._fed) :])
-        tokens: list[int] = []
-        distributions = []
-        for index in range(gamma):
-            if index:
-                row = self._feed(tokens[-1:])
-            if self.drawn:
-                q = probabilities(row, self._sampling, self._allowed)
-                tokens.append(draw(q, uniform(self._sampling.seed, len(history) - 1, Purpose.DRAFT, index)))
-                distributions.append(q)
-            else:
-                tokens.append(best(row, self._allowed))
-        return Proposal(TokenTree.chain(tokens), np.stack(distributions) if self.drawn else None)
+        rows: dict[int, Logits] = {ROOT: self._take_in(history)}
+        laws: dict[int, Law | None] = {}
+        drafted = {ROOT: ROOT}  # node of the shape -> node of the tree
+        tree = TokenTree.chain([])
+        for level in shape.levels:
+            tokens, parents = list(tree.tokens), list(tree.parents)
+            for parent in sorted({shape.parents[node] for node in level} & drafted.keys()):
+                wanted, node = shape.children(parent), drafted[parent]
+                ranks = [shape.ranks[child] for child in wanted]
+                chosen = self._choose(rows[node], history, tree.path(node), len(tokens), ranks)
+                laws[node] = chosen.law
+                for child, token in zip(wanted, chosen.tokens, strict=False):
+                    drafted[child] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+            self._tree = tree = TokenTree(tuple(tokens), tuple(parents))
+            inner = [drafted[node] for node in level if node in drafted and shape.children(node)]
+            rows = dict(zip(inner, self._grow(inner), strict=True))
+        drawn = {node: law for node, law in laws.items() if law is not None}
+        return Proposal(tree, drawn.__getitem__ if drawn else None)
 
     def _rewind(self, history: Tokens[int]) -> None:
-        """Keep the common prefix of text and cache, short of the root, whose logits are always wanted."""
-        end = min(len(self._fed), len(history) - 1)
-        shared = self._settled
-        while shared < end and self._fed[shared] == history[shared]:
-            shared += 1
-        del self._fed[shared:]
-        self._sequence.truncate(shared)
-        self._settled = len(history) - 1
+        """Keep the columns of what was emitted, short of the root, whose logits are always wanted."""
+        path = self._tree.follow(history[self._settled : len(history) - 1])
+        columns = [self._fed.index(node) for node in path if node in self._fed]
+        self._sequence.keep(self._settled, columns)
+        self._fed = []
 
-    def _feed(self, ids: Tokens[int]) -> npt.NDArray[np.float32]:
-        self._fed.extend(ids)
-        row = self._sequence.prefill(ids)
-        return np.zeros(0, np.float32) if row is None else row
+    def _take_in(self, history: Tokens[int]) -> Logits:
+        """Feed the rest of the text; the logits after the root."""
+        row = self._sequence.prefill(history[self._sequence.length :])
+        assert row is not None
+        self._settled = len(history)
+        return row
+
+    def _grow(self, nodes: Tokens[int]) -> list[Logits]:
+        """Feed these nodes, whose parents are in the cache; the logits after each."""
+        rows: list[Logits] = []
+        depths, visible, widest = self._tree.depths, self._tree.visible, self._sequence.widest
+        for start in range(0, len(nodes), widest):
+            piece = nodes[start : start + widest]
+            self._fed.extend(piece)
+            sees = visible[np.ix_([node + 1 for node in piece], [node + 1 for node in self._fed])]
+            positions = [self._settled - 1 + depths[node + 1] for node in piece]
+            logits = self._sequence.grow([self._tree.tokens[node] for node in piece], positions, sees)
+            rows.extend(logits if len(nodes) <= widest else logits.copy())  # a view until the next step
+        return rows

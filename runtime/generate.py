@@ -1,9 +1,8 @@
-"""Text in, text out: an engine over a bundle, its requests and their results."""
+"""Text in, text out: an engine over a bundle."""
 
 import operator
 import threading
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,15 @@ from specedge.bundle import Bundle, open_bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
-from specedge.runtime import accept
 from specedge.runtime.control import Adaptive, Control, Fixed
-from specedge.runtime.decode import Round, decode, prefill
 from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDrafter
 from specedge.runtime.model import Model
-from specedge.runtime.results import FinishReason, Result, Stats, Token
+from specedge.runtime.request import Options, Request, Stream
+from specedge.runtime.results import Result
+from specedge.runtime.rules import Rule
 from specedge.runtime.sample import Sampling
-from specedge.runtime.text import Prompt, TextStream, Tokenizer
+from specedge.runtime.shape import TreeShape
+from specedge.runtime.text import Prompt, Tokenizer
 
 _DRAFTERS = ("draft", "lookup")
 
@@ -69,13 +69,23 @@ class Engine:
         stop: Sequence[str] = (),
         gamma: int | None = None,
         speculate: bool = True,
+        *,
+        tree: TreeShape | None = None,
+        rule: str | None = None,
+        log_probabilities: bool = False,
     ) -> "Stream":
         """Tokens as they are accepted: an iterator with the result so far; `close` ends the request.
 
+        `gamma=None` lets control decide, an int drafts exactly that many whenever room allows; `tree` drafts that tree
+        instead (default: the bundle's, if it has one). `rule` names how sampled drafts are judged (`rules.RULES`).
+        `log_probabilities` asks for those of the tokens.
+
         Raises:
             SpecedgeError: The prompt does not fit the context, is empty or holds ids outside the vocabulary.
+            UsageError: The request contradicts itself or what the bundle can do.
         """
-        return Stream(_Request(self, prompt, sampling or Sampling(), max_new_tokens, stop, gamma, speculate))
+        options = Options(max_new_tokens, stop, gamma, speculate, tree, rule, log_probabilities)
+        return Stream(Request(self, prompt, sampling or Sampling(), options))
 
     def generate(
         self,
@@ -85,16 +95,24 @@ class Engine:
         stop: Sequence[str] = (),
         gamma: int | None = None,
         speculate: bool = True,
+        *,
+        tree: TreeShape | None = None,
+        rule: str | None = None,
+        log_probabilities: bool = False,
     ) -> Result:
-        """The whole answer. `gamma=None` lets control decide, an int drafts exactly that many whenever room allows.
-
-        Raises:
-            SpecedgeError: As `stream`.
-        """
-        stream = self.stream(prompt, sampling, max_new_tokens, stop, gamma, speculate)
+        """The whole answer; arguments and errors are those of `stream`."""
+        stream = self.stream(
+            prompt, sampling, max_new_tokens, stop, gamma, speculate, tree=tree, rule=rule, log_probabilities=log_probabilities
+        )
         for _ in stream:
             pass
         return stream.result()
+
+    @property
+    def default_tree(self) -> TreeShape | None:
+        """What is drafted unless a request says otherwise: the bundle's tree, if its drafter can draft one."""
+        paths = self.bundle.manifest.tree
+        return TreeShape.from_paths(paths) if paths and self._draft is not None else None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any of its three forms, checked."""
@@ -127,22 +145,37 @@ class Engine:
             raise SpecedgeError(f"prompt: {what}, but {self.bundle.path} has no tokenizer; pass token ids")
         return self.tokenizer
 
-    def new_drafter(self, sampling: Sampling, speculate: bool = True) -> Drafter:
+    def new_drafter(self, rule: Rule, speculate: bool = True) -> Drafter:
         """The drafter of one request."""
         if not speculate:
             return NoDrafter()
         if self._draft is not None:
-            return DraftModel(self._draft, sampling, self.bundle.manifest.allowed_ids)
+            return DraftModel(self._draft, rule.choose)
         return LookupDrafter(self.context)
 
-    def new_control(self, gamma: int | None) -> Control:
-        """Who chooses gamma in one request."""
+    def new_control(self, rule: Rule, gamma: int | None = None, tree: TreeShape | None = None) -> Control:
+        """Who chooses what one request drafts."""
         widest = self.target.widest
+        if gamma is not None and tree is not None:
+            raise UsageError("tree and gamma: a tree says what is drafted; give one of them")
         if gamma is not None:
             if not 0 <= gamma < widest:
                 raise UsageError(f"gamma {gamma}: expected 0..{widest - 1}, the drafts this bundle can verify; or convert anew")
-            return Fixed(gamma)
-        return Adaptive(self._step_cost, self._draft_cost(), max(self.bundle.manifest.widths))
+            return Fixed(TreeShape.chain(gamma))
+        if tree is not None and self._draft is None and not tree.is_chain:
+            raise UsageError(
+                f"tree: drafter {self.drafter_name!r} drafts chains only; leave the tree out or convert with --draft"
+            )
+        tree = tree or (None if rule.chain else self.default_tree)
+        if tree is None:
+            return Adaptive(self._step_cost, self._draft_cost(), max(self.bundle.manifest.widths))
+        if rule.chain and not tree.is_chain:
+            raise UsageError(f"rule {rule.name!r}: judges chains only, the tree branches; use recursive")
+        if len(tree.parents) >= widest:
+            raise UsageError(
+                f"tree: {len(tree.parents)} nodes, expected at most {widest - 1}, the drafts this bundle can verify"
+            )
+        return Fixed(tree)
 
     def _step_cost(self, width: int) -> float:
         """Time of a step over one of width 1; static graphs are padded to the next width there is."""
@@ -160,100 +193,6 @@ class Engine:
 
     def release(self) -> None:
         self._busy.release()
-
-
-class Stream(Iterator[Token]):
-    """One request: checked when made, run by iterating. Dropping it ends the request, as `close` does."""
-
-    def __init__(self, request: "_Request") -> None:
-        self._request = request
-        self._tokens = request.run()
-
-    def __next__(self) -> Token:
-        return next(self._tokens)
-
-    def close(self) -> None:
-        """End the request; the engine is free for the next one."""
-        self._tokens.close()
-
-    def result(self) -> Result:
-        """What was emitted so far."""
-        return self._request.result()
-
-
-class _Request:
-    """What a stream runs. It knows nothing of its stream: one that is dropped must not be kept alive by its own generator."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        prompt: Prompt,
-        sampling: Sampling,
-        max_new_tokens: int | None,
-        stop: Sequence[str],
-        gamma: int | None,
-        speculate: bool,
-    ) -> None:
-        if max_new_tokens is not None and max_new_tokens < 0:
-            raise UsageError(f"max_new_tokens: {max_new_tokens}, expected 0 or more")
-        self._engine, self._sampling = engine, sampling
-        self._prompt = engine.encode(prompt)
-        room = engine.context - len(self._prompt)
-        self._limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        self._control = engine.new_control(gamma)
-        self._drafter = engine.new_drafter(sampling, speculate)
-        if stop and engine.tokenizer is None:
-            raise UsageError("stop: stop strings need a tokenizer, which the bundle lacks")
-        self._text = TextStream(engine.tokenizer, [stop] if isinstance(stop, str) else stop) if engine.tokenizer else None
-        self._ids: list[int] = []
-        self._stats = Stats(prompt_tokens=len(self._prompt))
-        self._written: list[str] = []
-        self._finish_reason: FinishReason = "length"
-
-    def result(self) -> Result:
-        return Result(list(self._ids), "".join(self._written), self._finish_reason, self._stats)
-
-    def run(self) -> Generator[Token]:
-        self._engine.acquire()
-        try:
-            rounds = self._rounds()
-            before = self._engine.graph_seconds  # the prompt's is not the rounds'
-            for index, round_ in enumerate(rounds):
-                burst = self._cut(round_.tokens)
-                self._stats.add(round_, len(burst))
-                self._stats.graph_seconds = self._engine.graph_seconds - before
-                for token, text in burst:
-                    self._ids.append(token)
-                    self._written.append(text)
-                    self._stats.tokens += 1
-                    yield Token(token, text, index)
-                if self._finish_reason == "stop":
-                    return
-        finally:
-            self._engine.release()
-
-    def _rounds(self) -> Iterator[Round]:
-        engine, sampling, manifest = self._engine, self._sampling, self._engine.bundle.manifest
-        allowed = manifest.allowed_ids
-        rule = accept.greedy(allowed) if sampling.greedy else accept.token(sampling, allowed)
-        start = time.perf_counter()
-        prefill(engine.target, self._drafter, self._prompt)
-        self._stats.prefill_seconds = time.perf_counter() - start
-        return decode(engine.target, self._drafter, self._control, rule, self._prompt, self._limit, manifest.eos_ids)
-
-    def _cut(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
-        """(id, released text) of a burst, up to the token that ends the request."""
-        burst: list[tuple[int, str]] = []
-        for token in tokens:
-            burst.append((token, self._text.push(token) if self._text else ""))
-            if token in self._engine.bundle.manifest.eos_ids or (self._text is not None and self._text.stopped):
-                self._finish_reason = "stop"
-                break
-        ended = self._finish_reason == "stop" or self._stats.tokens + len(burst) == self._limit
-        if self._text and ended:
-            token, text = burst[-1]
-            burst[-1] = (token, text + self._text.finish())
-        return burst
 
 
 def load(

@@ -2,20 +2,34 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specedge.runtime.decode import Round
+from specedge.runtime.tree import ROOT, depths
 
+Nodes = tuple[int, ...]
 FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One emitted token and the text it released; `round` counts from 0."""
+    """One emitted token and the text it released; `round` counts from 0.
+
+    `log_probability`, if it was asked for, is the model's own: before penalties, temperature and filters, in nats.
+    """
 
     id: int
     text: str
     round: int
+    log_probability: float | None = None
+
+
+class Outcome(NamedTuple):
+    """What became of a drafted tree: its parents, the accepted nodes, and the tokens emitted, each judged at one node."""
+
+    parents: Nodes
+    nodes: Nodes
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -28,6 +42,7 @@ class Stats:
     prompt_tokens: int = 0
     tokens: int = 0
     per_round: list[tuple[int, int]] = field(default_factory=list)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -35,7 +50,9 @@ class Stats:
     graph_seconds: float = 0.0
 
     def add(self, round_: Round, emitted: int) -> None:
-        self.per_round.append((len(round_.drafted), min(round_.accepted, emitted)))
+        nodes = round_.nodes[:emitted]
+        self.per_round.append((len(round_.tree.parents), len(nodes)))
+        self.outcomes[Outcome(round_.tree.parents, nodes, emitted)] += 1
         self.draft_seconds += round_.draft_seconds
         self.verify_seconds += round_.verify_seconds
         self.decode_seconds += round_.seconds
@@ -63,12 +80,25 @@ class Stats:
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """Share of the drafts at each chain position that were accepted."""
+        """For every depth of the drafted trees (on a chain: position), the share of rounds that accepted a node of it."""
         drafted, accepted = Counter[int](), Counter[int]()
-        for drafted_count, accepted_count in self.per_round:
-            drafted.update(range(drafted_count))
-            accepted.update(range(accepted_count))
+        for outcome, count in self.outcomes.items():
+            drafted.update(dict.fromkeys(range(max(depths(outcome.parents))), count))
+            accepted.update(dict.fromkeys(range(len(outcome.nodes)), count))
         return [accepted[position] / drafted[position] for position in sorted(drafted)]
+
+    @property
+    def accepted_by_rank(self) -> list[list[float]]:
+        """[depth][rank]: the share accepted of all children of that rank whose parent was reached (`shape.best_shape`)."""
+        offered, taken = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        for outcome, count in self.outcomes.items():
+            for depth, node in enumerate((ROOT, *outcome.nodes)[: outcome.tokens]):
+                children = [child for child, parent in enumerate(outcome.parents) if parent == node]
+                offered.update({(depth, rank): count for rank in range(len(children))})
+                if depth < len(outcome.nodes):
+                    taken[depth, children.index(outcome.nodes[depth])] += count
+        rows = [[rank for at, rank in offered if at == depth] for depth in sorted({depth for depth, _ in offered})]
+        return [[taken[depth, rank] / offered[depth, rank] for rank in sorted(row)] for depth, row in enumerate(rows)]
 
     def as_dict(self) -> dict[str, object]:
         names = (
@@ -80,6 +110,7 @@ class Stats:
             "tokens_per_round",
             "tokens_per_second",
             "accepted_by_position",
+            "accepted_by_rank",
             "prefill_seconds",
             "draft_seconds",
             "verify_seconds",
@@ -97,3 +128,5 @@ class Result:
     text: str
     finish_reason: FinishReason
     stats: Stats
+    log_probabilities: list[float] | None = None
+    """One per id, if they were asked for (`Token.log_probability`)."""

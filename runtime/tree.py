@@ -1,21 +1,19 @@
 """Drafted tokens under a root, and what a drafter proposes for a round."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from operator import index
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.runtime.law import Law
+
 ROOT = -1
 
-
-class Rows(Protocol):
-    """Rows [V] by number: an array [rows, V], a list of arrays, or something that makes a row when it is asked for."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, row: int, /) -> NDArray[np.floating]: ...
+# node (-1: the root) -> the law of the token after it; asked only for nodes that are reached, so that it may be lazy
+Laws = Callable[[int], Law]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +65,39 @@ class TokenTree:
         """The node after `node` that carries `token`."""
         return next((child for child in self.children(node) if self.tokens[child] == token), None)
 
+    def path(self, node: int) -> tuple[int, ...]:
+        """Tokens from below the root to `node`."""
+        tokens: list[int] = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(tokens))
+
+    def follow(self, tokens: Tokens[int]) -> tuple[int, ...]:
+        """The nodes that carry `tokens`, from below the root down, as far as there are any."""
+        nodes: list[int] = []
+        for token in tokens:
+            child = self.child(nodes[-1] if nodes else ROOT, token)
+            if child is None:
+                break
+            nodes.append(child)
+        return tuple(nodes)
+
     @property
     def depths(self) -> tuple[int, ...]:
         """Distance from the root, per verify row (0 for the root itself): what a row's position adds to the root's."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent + 1] + 1)
-        return tuple(depths)
+        return depths(self.parents)
+
+    @property
+    def depth_first(self) -> tuple[int, ...]:
+        """Verify rows, the root's first, every row followed by its first child's: the first path comes in one piece."""
+        rows: list[int] = []
+        pending = [ROOT]
+        while pending:
+            node = pending.pop()
+            rows.append(node + 1)
+            pending += reversed(self.children(node))
+        return tuple(rows)
 
     @property
     def visible(self) -> NDArray[np.bool_]:
@@ -84,26 +108,29 @@ class TokenTree:
         return visible
 
 
+def depths(parents: Iterable[int]) -> tuple[int, ...]:
+    """Distance from the root of the root itself and of every node."""
+    known = [0]
+    for parent in parents:
+        known.append(known[parent + 1] + 1)
+    return tuple(known)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
     """What a drafter proposes for one round.
 
-    Row n of `q` [nodes, Vd] is the distribution that node n was drawn from, after every filter (further rows are not
-    read); None if nothing was drawn at random, a point mass. `evidence` is what the drafter knows about its chances,
-    e.g. how long a match was.
+    `q` gives, for every node with children and the root (-1), the law that these were drawn from: in order, without
+    replacement, after every filter. None if nothing was drawn at random, a point mass. `evidence` is what the drafter knows
+    about its chances, e.g. how long a match was.
     """
 
     tree: TokenTree
-    q: Rows | None = None
+    q: Laws | None = None
     evidence: int = 0
 
-    def __post_init__(self) -> None:
-        nodes = len(self.tree.tokens)
-        if self.q is not None and len(self.q) < nodes:
-            raise ValueError(f"proposal: expected a row of q per node, found {len(self.q)} rows for {nodes} nodes")
-
     def first(self, count: int) -> "Proposal":
-        """The proposal with its first `count` nodes only, a tree themselves; q keeps its rows."""
+        """The proposal with its first `count` nodes only, a tree themselves."""
         if count >= len(self.tree.tokens):
             return self
         return replace(self, tree=TokenTree(self.tree.tokens[:count], self.tree.parents[:count]))

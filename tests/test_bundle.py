@@ -21,16 +21,17 @@ from specedge.export.convert import INT4, INT8
 from specedge.runtime import load
 
 Damage = Callable[[Any], object]
+TREE = ((0,), (1,), (0, 0))
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with every kind of record: two roles, quantised and float weights, a tokenizer."""
+    """A bundle with every kind of record: two roles, a tree, quantised and float weights, a tokenizer."""
     source = tmp_path_factory.mktemp("source") / "f-rand"
     tiny.f_rand(source)
     tiny.f_tok(source, size=120, chat_template=tiny.CHATML)
     place = tmp_path_factory.mktemp("bundles") / "bundle"
-    return make(source, place, draft=str(source), body=INT4, head=INT8, context=128, widths=(1, 4))
+    return make(source, place, draft=str(source), body=INT4, head=INT8, context=128, widths=(1, 4), tree=TREE)
 
 
 @pytest.fixture
@@ -62,9 +63,10 @@ def test_a_manifest_comes_back_as_it_was_written(original: Path, bundle: Path):
     manifest = open_bundle(original).manifest
     text = manifest.to_json()
     assert text == (original / MANIFEST).read_text(encoding="utf-8")
+    assert manifest.tree == TREE and manifest.widths == (1, len(TREE) + 1)
     assert list(manifest.roles) == ["draft", "target"] and manifest.roles["target"].graphs[0].width is None
     assert {weight.scheme for weight in manifest.roles["target"].weights} == {"int4/32", "int8/32", "float32"}
-    other = dataclasses.replace(manifest, eos_ids=(7, 2), bos_id=None)
+    other = dataclasses.replace(manifest, eos_ids=(7, 2), bos_id=None, tree=())
     (bundle / MANIFEST).write_text(other.to_json(), encoding="utf-8")
     assert open_bundle(bundle).manifest == other != manifest
 
@@ -93,6 +95,16 @@ def test_a_manifest_tells_nothing_of_the_machine_that_wrote_it(original: Path):
     assert not told & set(strings)
 
 
+def test_a_bundle_with_a_tree_opens_and_drafts_it(original: Path):
+    engine = load(original, threads=1)
+    expected = engine.generate([3, 4, 5], max_new_tokens=20, speculate=False).ids
+    result = engine.generate([3, 4, 5], max_new_tokens=20)
+    assert result.ids == expected
+    assert result.stats.per_round[0][0] == len(TREE) and result.stats.accepted > 0
+    chain = engine.generate([3, 4, 5], max_new_tokens=20, gamma=2)
+    assert chain.ids == expected and chain.stats.per_round[0][0] == 2
+
+
 def test_unknown_keys_are_ignored(bundle: Path):
     manifest = open_bundle(bundle).manifest
     edit(bundle, lambda manifest: manifest.update(invented={"a": 1}))
@@ -105,6 +117,13 @@ def test_unknown_keys_are_ignored(bundle: Path):
     [
         (lambda m: m.pop("schema"), ["schema None", f"expected {SCHEMA}"]),
         (lambda m: m.update(schema=SCHEMA + 1), [f"schema {SCHEMA + 1}", f"expected {SCHEMA}"]),
+        (lambda m: m.update(schema=2), ["schema 2", f"expected {SCHEMA}", "convert the model with this version"]),
+        (lambda m: (m.update(schema=2), m.pop("tree")), ["schema 2", f"expected {SCHEMA}"]),  # as the last version wrote it
+        (lambda m: m.pop("tree"), ["'tree' is missing"]),
+        (lambda m: m.update(tree=None), ["tree", "None"]),
+        (lambda m: m.update(tree=[0]), ["tree[0]", "found 0"]),
+        (lambda m: m.update(tree=[[0], [0, "a"]]), ["tree[1][1]", "'a'", "expected int"]),
+        (lambda m: m.update(tree=[[0], [True]]), ["tree[1][0]", "True", "expected int"]),
         (lambda m: m.update(schema=str(SCHEMA)), [f"schema '{SCHEMA}'"]),
         (lambda m: m.update(schema=True), ["schema", "True"]),
         (lambda m: m.pop("roles"), ["'roles' is missing"]),
@@ -165,6 +184,14 @@ def test_a_manifest_that_contradicts_its_graphs_is_refused(bundle: Path, change:
     """Before anything runs: when it is opened, or at the latest when its graphs are."""
     edit(bundle, change)
     with pytest.raises(SpecedgeError) as caught:
+        load(bundle, threads=1)
+    assert str(bundle) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tree", [[[0, 0]], [[0], [0]], [[-1]], [[]]], ids=str)
+def test_paths_that_are_no_tree_are_refused(bundle: Path, tree: list[list[int]]):
+    edit(bundle, lambda manifest: manifest.update(tree=tree))
+    with pytest.raises(SpecedgeError, match="tree") as caught:
         load(bundle, threads=1)
     assert str(bundle) in str(caught.value) and "\n" not in str(caught.value)
 

@@ -81,6 +81,60 @@ def test_a_request_without_sense_is_a_usage_error(source: Path, arguments: list[
     assert not list(tmp_path.iterdir())
 
 
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("trees") / "tree.json"
+    file.write_text(json.dumps(PATHS), encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("lookup", [[], ["--lookup"]])
+def test_a_tree_needs_a_draft_model(source: Path, tree: Path, lookup: list[str], tmp_path: Path):
+    error = refused(2, "convert", source, "-o", tmp_path / "out", *SHAPE, "--tree", tree, *lookup)
+    assert "tree" in error and "--draft" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tree_wider_than_the_context_is_refused(source: Path, tmp_path: Path):
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([[rank] for rank in range(16)]))
+    options = ["--draft", source, "--weights", "fp32", "--context", 16, "--widths", "1,4", "--chunk", 8]
+    error = refused(2, "convert", source, "-o", tmp_path / "out", *options, "--tree", file)
+    assert "17" in error and "16" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["tree.json"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"\xff", b"[[0, 0]]", b"[[0], [0]]", b"[[0.5]]", b"[[]]"])
+def test_a_tree_that_cannot_be_read_is_named(source: Path, content: bytes | None, tmp_path: Path):
+    file = tmp_path / "mine.json"
+    if content is not None:
+        file.write_bytes(content)
+    error = refused(1, "convert", source, "-o", tmp_path / "out", *SHAPE, "--draft", source, "--tree", file)
+    assert error.startswith(f"Error: {file}: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-static"])
+def test_a_tree_goes_into_the_bundle_and_is_drafted(source: Path, tree: Path, device: str, tmp_path: Path):
+    path = tmp_path / "bundle"
+    results = results_of("convert", source, "-o", path, *SHAPE, "--draft", source, "--tree", tree, "--device", device)
+    manifest = open_bundle(path).manifest
+    assert sorted(map(list, manifest.tree)) == sorted(PATHS)
+    assert results["widths"] == list(manifest.widths) == [1, 4, len(PATHS) + 1]
+    options = ["generate", path, "--ids", "3,14,15", "--max-new-tokens", 24]
+    plain = results_of(*options, "--plain")
+    drafted = results_of(*options)
+    assert drafted["ids"] == plain["ids"]
+    assert [len(row) for row in drafted["stats"]["accepted_by_rank"]] == [3, 2, 1]
+    assert drafted["stats"]["accepted_by_position"][:3] == [1.0] * 3  # its own copy is right with its first choices
+    chain = results_of(*options, "--gamma", 2)
+    assert chain["ids"] == plain["ids"]
+    assert [len(row) for row in chain["stats"]["accepted_by_rank"]] == [1, 1]
+
+
 @pytest.mark.parametrize("arguments", [["convert", "x"], ["validate", "x"], ["inspect"], ["invented"]])
 def test_an_incomplete_command_is_a_usage_error(arguments: list[str]):
     refused(2, *arguments)

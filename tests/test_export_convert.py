@@ -448,6 +448,7 @@ def test_odd_shapes(
         ({"chunk": 0}, UsageError, ["chunk 0"]),
         ({"body": "float16", "head": "float32"}, UsageError, ["float16", "float32"]),
         ({"body": INT4, "head": "float16"}, UsageError, ["int4/32", "float16"]),
+        ({"tree": ((0,),)}, UsageError, ["tree", "--draft"]),
         ({"device": "gpu-9"}, SpecedgeError, ["gpu-9", "cpu-static"]),
         ({"draft": "no/such/draft"}, SpecedgeError, ["no/such/draft"]),
     ],
@@ -462,6 +463,25 @@ def test_bad_requests_name_the_value(
 
 
 # ---- two models
+
+
+FAN = tuple((rank,) for rank in range(5)) + tuple((rank, 0) for rank in range(5))  # a level of five inner nodes
+
+
+@devices
+def test_a_tree_brings_the_widths_it_needs(models: Models, device: str, tmp_path: Path):
+    """One to verify it whole, one to draft each of its levels at once."""
+    folder, _ = models(eos_token_id=None)
+    path = make(folder, tmp_path / "bundle", draft=str(folder), device=device, tree=FAN, **SHAPE)
+    bundle = open_bundle(path)
+    assert bundle.manifest.tree == FAN and bundle.manifest.widths == (1, 4, len(FAN) + 1)
+    if device == "cpu-static":
+        widths = {role: {graph.width for graph in bundle.role(role).graphs} for role in ("target", "draft")}
+        assert widths == {"target": {1, 4, 11}, "draft": {1, 2, 5, 8}}  # and the chunk's
+    opened = load(path, threads=1)
+    result = opened.generate(TEXT[:6], max_new_tokens=30)
+    assert result.ids == opened.generate(TEXT[:6], max_new_tokens=30, speculate=False).ids
+    assert result.stats.per_round[0] == (len(FAN), 2)  # F-SELF: the first choice of the first choice
 
 
 SHARED = 120  # tokens of the tokenizer; rows beyond are padding

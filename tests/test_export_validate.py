@@ -18,7 +18,7 @@ from bundles import make
 from specedge.bundle import MANIFEST, open_bundle, sha256
 from specedge.export.cli import main
 from specedge.export.convert import INT4, INT8
-from specedge.export.validate import Check
+from specedge.export.report import Check
 from tiny import Array
 
 DEVICES = ("cpu", "cpu-static")
@@ -196,6 +196,19 @@ def test_a_draft_is_proved_by_its_own_reference(source: Path, bundle: Make, devi
     }
 
 
+@devices
+@pytest.mark.parametrize("weights", ["float32", "int4"])
+def test_a_bundle_with_a_tree_passes(source: Path, bundle: Make, device: str, weights: str, tmp_path: Path):
+    tiny.noisy_lm_head(source, tmp_path / "draft", sigma=0.15)
+    found = report(bundle(device, weights, draft=str(tmp_path / "draft"), tree=((0,), (1,), (0, 0), (1, 0))), source)
+    assert found["passed"] and (found["greedy_match"], found["near_ties"]) == (1.0, 0)
+    compared = {check["graph"] for check in found["checks"] if check["name"] == "greedy_speculative_differs"}
+    assert "draft tree" in compared and "lookup tree" not in compared
+    assert {check["name"] for check in found["checks"] if check["graph"] == "target tree"} == {
+        "tree_agreement" if weights == "float32" else "tree_kl"
+    }
+
+
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_every_static_draft_graph_is_looked_at(source: Path, bundle: Make, width: int):
     path = bundle("cpu-static", "float32", draft=str(source))
@@ -230,10 +243,12 @@ def test_a_tokenizer_does_not_change_the_verdict(tmp_path: Path):
     assert failed(report(path, tmp_path / "source")) == {("weight_error", "target"), ("exact_weights_changed", "target")}
 
 
-def test_a_context_shorter_than_the_prompts_is_no_obstacle(tmp_path: Path):
+@pytest.mark.parametrize("options", [{}, {"tree": ((0,), (1,), (0, 0), (1, 0), (0, 0, 0))}], ids=["chains", "tree"])
+def test_a_context_shorter_than_the_prompts_is_no_obstacle(options: dict[str, Any], tmp_path: Path):
     tiny.f_rand(tmp_path / "source")
     tiny.f_tok(tmp_path / "source", size=120)
-    path = make(tmp_path / "source", tmp_path / "bundle", context=16, widths=(1, 4), chunk=8)
+    draft = {"draft": str(tmp_path / "source")} if options else {}
+    path = make(tmp_path / "source", tmp_path / "bundle", context=16, widths=(1, 4), chunk=8, **draft, **options)
     assert report(path, tmp_path / "source")["passed"]
 
 

@@ -113,6 +113,62 @@ def test_only_what_is_there_can_be_forgotten(length: int) -> None:
     check(cache, [1, 2, 3])
 
 
+texts = st.lists(st.integers(1, 99), max_size=CONTEXT)
+
+
+@given(texts, st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_what_is_left_of_a_compacted_cache_is_as_if_nothing_else_had_ever_come(text: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(text)))
+    rows = sorted(data.draw(st.sets(st.integers(0, max(len(text) - start - 1, 0)), max_size=len(text) - start)))
+    cache, other = KVCache(LAYOUT, CONTEXT), KVCache(LAYOUT, CONTEXT)
+    cache.append(columns(text), range(len(text)))
+    cache.compact(start, rows)
+    kept = text[:start] + [text[start + row] for row in rows]
+    check(cache, kept)
+    other.append(columns(kept), range(len(kept)))
+    for grown in (cache, other):
+        grown.append(columns(range(50, 50 + CONTEXT - len(kept))), range(CONTEXT - len(kept)))
+    for (_, one), (_, two) in zip(cache.buffers(), other.buffers(), strict=True):
+        np.testing.assert_array_equal(one[:, :, :CONTEXT], two[:, :, :CONTEXT])
+
+
+def test_compacting_moves_together_what_is_kept() -> None:
+    cache = KVCache(LAYOUT, CONTEXT)
+    cache.append(columns(range(1, 9)), range(8))
+    cache.compact(2, [1, 3, 4])
+    check(cache, [1, 2, 4, 6, 7])
+    cache.compact(5, [])
+    check(cache, [1, 2, 4, 6, 7])
+    cache.compact(1, range(3))
+    check(cache, [1, 2, 4, 6])
+    cache.compact(3, [])
+    check(cache, [1, 2, 4])
+    cache.compact(0, [2])
+    check(cache, [4])
+    cache.compact(0, [])
+    check(cache, [])
+
+
+@pytest.mark.parametrize(
+    ("start", "rows"), [(-1, []), (5, []), (5, [0]), (0, [4]), (2, [0, 2]), (4, [0]), (1, [-1, 0]), (0, [0, 1, 2, 3, 4])]
+)
+def test_columns_that_are_not_there_cannot_be_kept(start: int, rows: list[int]) -> None:
+    cache = KVCache(LAYOUT, CONTEXT)
+    cache.append(columns([1, 2, 3, 4]), range(4))
+    with pytest.raises(ValueError, match=f"cannot keep columns .* behind {start} of a cache of 4"):
+        cache.compact(start, rows)
+    check(cache, [1, 2, 3, 4])
+
+
+def test_a_forgotten_text_leaves_no_nan_for_the_next() -> None:
+    """A mask hides a column by adding to its score; 0 x NaN is NaN all the same."""
+    cache = KVCache(LAYOUT, CONTEXT)
+    cache.append({name: np.full_like(new, np.nan) for name, new in columns([1, 2, 3]).items()}, range(3))
+    cache.compact(0, [])
+    assert all(not buffer.any() for _, buffer in cache.buffers())
+
+
 # ---- a sequence over real graphs
 
 TEXT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
@@ -159,6 +215,27 @@ def test_after_a_tree_the_text_is_the_path_that_was_kept(sequence: models.Sequen
         row = sequence.step([token])[0]
         sequence.commit([0])
         np.testing.assert_allclose(row, hf_logits(model, kept)[-1], atol=1e-4)
+
+
+def test_a_tree_fed_piece_by_piece_is_the_tree_fed_at_once(
+    sequence: models.Sequence, reference: dict[tuple[int, ...], Array]
+) -> None:
+    """Nodes that are in the cache already are masked like those of the step; afterwards a path of them stays as text."""
+    sequence.truncate(0)
+    row, expected = sequence.prefill(TEXT), list(reference.values())
+    assert row is not None
+    np.testing.assert_allclose(row, expected[0], atol=1e-4)
+    for piece in ((0, 1), (2, 3, 4), (5,)):
+        rows = [node + 1 for node in piece]
+        positions = [len(TEXT) - 1 + TREE.depths[row] for row in rows]
+        sees = TREE.visible[np.ix_(rows, range(1, rows[-1] + 1))]
+        logits = sequence.grow([TREE.tokens[node] for node in piece], positions, sees)
+        np.testing.assert_allclose(logits, [expected[row] for row in rows], atol=1e-4)
+    sequence.keep(len(TEXT), PATH)
+    assert sequence.length == len(TEXT) + len(PATH)
+    kept = [*TEXT, *(TREE.tokens[node] for node in PATH), 5]
+    model = f_rand(Path(), save=False, eos_token_id=None)
+    np.testing.assert_allclose(sequence.step([5])[0], hf_logits(model, kept)[-1], atol=1e-4)
 
 
 def test_a_step_commits_nothing_by_itself(sequence: models.Sequence) -> None:

@@ -12,11 +12,12 @@ from click.testing import CliRunner, Result
 
 import bundles
 from specedge.export.cli import main
-from specedge.runtime import load
-from tiny import byte_id, deterministic_chain, f_chain, f_rand, f_self, f_tok
+from specedge.runtime import Sampling, load
+from specedge.runtime.rules import RULES
+from specedge.runtime.shape import TreeShape
+from tiny import byte_id, deterministic_chain, f_chain, f_rand, f_self, f_tok, noisy_lm_head, write_json
 
 SPELLED = "bc STOPxyz0123456789"  # what follows "a"
-EXTRA_LINE = "#de"
 
 
 def run(*arguments: object) -> Result:
@@ -53,6 +54,26 @@ def ids_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("ids")
     f_rand(place / "target", eos_token_id=None)
     return bundles.make(place / "target", place / "bundle", widths=(1, 4), context=128)
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """F-RAND without EOS and a draft that agrees half the time."""
+    place = tmp_path_factory.mktemp("drafted")
+    f_rand(place / "target", eos_token_id=None)
+    noisy_lm_head(place / "target", place / "draft", sigma=0.15)
+    return bundles.make(place / "target", place / "bundle", draft=str(place / "draft"), widths=(1, 4), context=128)
+
+
+PATHS = [[0], [1], [0, 0], [1, 0], [0, 0, 0]]
+TREE = TreeShape.from_paths(PATHS)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("trees") / "tree.json"
+    file.write_text(json.dumps(PATHS[::-1]), encoding="utf-8")  # in any order
+    return file
 
 
 # ---- generate
@@ -127,6 +148,57 @@ def test_sampling_options_arrive(ids_only: Path) -> None:
         assert results(*sampled, option, value)["ids"] == greedy
 
 
+def test_a_tree_in_a_file_is_drafted(bundle: Path, drafted: Path, tree: Path) -> None:
+    found = results("generate", bundle, "-p", "a", "--tree", tree, "--max-new-tokens", 16)
+    assert found["text"] == SPELLED[:16]
+    assert (found["stats"]["rounds"], found["stats"]["accepted_by_position"]) == (4, [1.0] * 3)  # F-SELF: its first choices
+    assert found["stats"]["accepted_by_rank"] == [[1.0, 0.0], [1.0], [1.0]]
+    options = ["generate", drafted, "--ids", "3,14", "--max-new-tokens", 40]
+    found = results(*options, "--tree", tree)
+    assert found["ids"] == results(*options, "--plain")["ids"]
+    assert max(share for row in found["stats"]["accepted_by_rank"] for share in row[1:]) > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_by_its_name_is_the_engines(drafted: Path, tree: Path, rule: str) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.3, "seed": 4}
+    shape = TreeShape.chain(3) if rule in ("token", "block") else TREE
+    draft = ["--gamma", 3] if shape.is_chain else ["--tree", tree]
+    options = ["--ids", "3,14", "--max-new-tokens", 20, "--temperature", 1.3, "--seed", 4, "--rule", rule, *draft]
+    expected = load(drafted, threads=1).generate([3, 14], Sampling(**sampling), 20, tree=shape, rule=rule)
+    assert results("generate", drafted, *options)["ids"] == expected.ids
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (["--min-p", 0.2], {"min_p": 0.2}),
+        (["--repetition-penalty", 1.5], {"repetition_penalty": 1.5}),
+        (["--presence-penalty", 3], {"presence_penalty": 3.0}),
+        (["--frequency-penalty", -2.5], {"frequency_penalty": -2.5}),
+        (["--logit-bias", "42=9", "--logit-bias", "7=-1.5"], {"logit_bias": {42: 9.0, 7: -1.5}}),
+        (["--ban", 3, "--ban", 77], {"banned_ids": [3, 77]}),
+    ],
+)
+def test_every_option_of_sampling_arrives(drafted: Path, options: list[Any], settings: dict[str, Any]) -> None:
+    request = ["generate", drafted, "--ids", "3,14", "--max-new-tokens", 30, "--gamma", 3, "--temperature", 1.5]
+    expected = load(drafted, threads=1).generate([3, 14], Sampling(1.5, **settings), 30, gamma=3).ids
+    assert results(*request, *options)["ids"] == expected != results(*request)["ids"]
+
+
+def test_log_probabilities_stand_in_the_json_if_asked_for(bundle: Path, drafted: Path, tree: Path, tmp_path: Path) -> None:
+    options = ["generate", drafted, "--ids", "3,14", "--max-new-tokens", 25, "--tree", tree, "--temperature", 0.8]
+    found = results(*options, "--logprobs")
+    expected = load(drafted, threads=1).generate([3, 14], Sampling(0.8), 25, tree=TREE, log_probabilities=True)
+    assert len(found["logprobs"]) == len(found["ids"]) == 25
+    assert found["logprobs"] == pytest.approx(expected.log_probabilities, abs=1e-6)
+    assert "logprobs" not in results(*options)
+    cut = results("generate", bundle, "-p", "a", "--gamma", 3, "--stop", "OPx", "--logprobs")  # in the middle of a burst
+    assert cut["logprobs"] == pytest.approx([0.0] * len(cut["ids"]), abs=1e-3)  # a chain is certain
+    succeed(*options, "--logprobs", "--json", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["logprobs"] == found["logprobs"]
+
+
 def test_no_tokens_are_no_text(bundle: Path) -> None:
     found = results("generate", bundle, "-p", "a", "--max-new-tokens", 0)
     assert (found["ids"], found["text"], found["finish_reason"]) == ([], "", "length")
@@ -144,6 +216,73 @@ def test_an_illegal_value_is_refused_by_name(bundle: Path, name: str, value: str
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "abc", "1e9"])
+@pytest.mark.parametrize("name", ["min-p", "repetition-penalty", "presence-penalty", "frequency-penalty"])
+def test_an_illegal_penalty_is_refused_by_name(bundle: Path, name: str, value: str) -> None:  # B47
+    result = run("generate", bundle, "-p", "a", f"--{name}={value}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert name.replace("-", "_") in result.stderr.replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        pytest.param(["--tree", "TREE", "--gamma", "2"], "tree and gamma", id="tree and gamma"),
+        pytest.param(["--tree", "TREE", "--drafter", "lookup"], "tree: drafter 'lookup'", id="lookup"),
+        pytest.param(["--tree", "TREE", "--plain"], "--plain", id="plain tree"),
+        pytest.param(["--tree", "WIDE"], "tree: 13 nodes, expected at most 12", id="wide"),
+        pytest.param(["--tree", "TREE", "--rule", "token", "--temperature", "1"], "rule 'token'", id="token"),
+        pytest.param(["--tree", "TREE", "--rule", "block", "--temperature", "1"], "rule 'block'", id="block"),
+        pytest.param(["--logit-bias", "264=1"], "logit_bias: id 264, expected 0..", id="bias id"),
+        pytest.param(["--logit-bias", "5"], "--logit-bias '5'", id="bias without a number"),
+        pytest.param(["--logit-bias", "x=1"], "--logit-bias 'x=1'", id="bias of no id"),
+        pytest.param(["--logit-bias", "5=nan"], "logit_bias", id="bias nan"),
+        pytest.param(["--logit-bias", "-5=1"], "logit_bias", id="bias of a negative id"),
+        pytest.param(["--ban", "264"], "banned_ids: id 264, expected 0..", id="ban id"),
+        pytest.param(["--ban=-1"], "banned_ids", id="ban a negative id"),
+        pytest.param(["--logprobs"], "--logprobs", id="log-probabilities without JSON"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line_and_exit_code_2(
+    bundle: Path, tree: Path, options: list[str], part: str, tmp_path: Path
+) -> None:
+    (tmp_path / "wide.json").write_text(json.dumps([[rank] for rank in range(13)]))
+    files = {"TREE": str(tree), "WIDE": str(tmp_path / "wide.json")}
+    result = run("generate", bundle, "-p", "a", *(files.get(option, option) for option in options))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
+    assert part in result.stderr
+
+
+TREES = {
+    "missing": None,
+    "empty": b"",
+    "no paths": b"[]",
+    "no list": b'{"0": 1}',
+    "no JSON": b"[[0],\n [",
+    "no text": b"\xff\xfe",
+    "no prefix": b"[[0], [1, 0]]",
+    "twice": b"[[0], [0]]",
+    "negative": b"[[-1]]",
+    "the root": b"[[]]",
+    "fractions": b"[[0.5]]",
+    "words": b'[["a\nb"]]',
+    "nested too deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+@pytest.mark.parametrize("name", TREES)
+def test_a_tree_that_cannot_be_read_is_named(drafted: Path, command: str, name: str, tmp_path: Path) -> None:
+    file, content = tmp_path / "mine.json", TREES[name]
+    if content is not None:
+        file.write_bytes(content)
+    prompt = ["--ids", "3,14"] if command == "generate" else []
+    result = run(command, drafted, *prompt, "--tree", file)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"Error: {file}: ") and result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -153,6 +292,8 @@ def test_an_illegal_value_is_refused_by_name(bundle: Path, name: str, value: str
         pytest.param(["-p", "a", "--gamma", "99"], "gamma 99", id="gamma"),
         pytest.param(["-p", "a", "--top-p", "1.5"], "top_p", id="top-p"),
         pytest.param(["-p", "a", "--nonsense"], "--nonsense", id="option"),
+        pytest.param(["-p", "a", "--rule", "typical"], "'lossy-typical'", id="rule"),
+        pytest.param(["-p", "a", "--ban", "x"], "--ban", id="ban"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_a_usage_error(bundle: Path, options: list[str], part: str) -> None:
@@ -207,7 +348,14 @@ def test_the_real_command_ends_the_same_way(bundle: Path) -> None:
 
 SIDES: Mapping[str, set[str]] = {
     "plain": {"tokens_per_s"},
-    "speculative": {"tokens_per_s", "tokens_per_round", "acceptance", "accepted_by_position", "host_fraction"},
+    "speculative": {
+        "tokens_per_s",
+        "tokens_per_round",
+        "acceptance",
+        "accepted_by_position",
+        "accepted_by_rank",
+        "host_fraction",
+    },
 }
 
 
@@ -239,6 +387,19 @@ def test_bench_compares_on_the_prompts_of_a_file(bundle: Path, tmp_path: Path) -
 def test_bench_of_a_bundle_without_a_tokenizer_brings_its_own_ids(ids_only: Path) -> None:
     result = succeed("bench", ids_only, "--max-new-tokens", 20, "--repeats", 2, "--gamma", 3, "--json", "-")
     assert check_bench(json.loads(result.stdout), "ids", "lookup")["speculative"]["drafted"] > 0
+
+
+def test_bench_drafts_a_tree(drafted: Path, tree: Path, tmp_path: Path) -> None:
+    options = ["bench", drafted, "--max-new-tokens", 30, "--repeats", 1, "--threads", 1]
+    record = check_bench(results(*options, "--tree", tree), "ids", "draft")["speculative"]
+    shares = record["accepted_by_rank"]
+    assert [len(row) for row in shares] == [2, 1, 1]  # most children of a node, by depth
+    assert all(0 <= share <= 1 for row in shares for share in row) and all(sum(row) <= 1 for row in shares)
+    assert shares[0][0] > shares[0][1] > 0
+    assert record["accepted_by_position"][0] == pytest.approx(sum(shares[0]))  # the root is reached in every round
+    write_json(tmp_path / "chain.json", [[0], [0, 0]])  # type: ignore[arg-type]  # a list is JSON too
+    chain = check_bench(results(*options, "--tree", tmp_path / "chain.json"), "ids", "draft")["speculative"]
+    assert chain["accepted_by_rank"] == [[share] for share in chain["accepted_by_rank"][0] + chain["accepted_by_rank"][1]]
 
 
 def test_bench_without_prompts_says_so(bundle: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Laws of the choice of gamma, and the cost model it rests on."""
+"""Laws of the choice of what is drafted, and the cost model it rests on."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specedge.runtime.control import Adaptive, Control, Fixed
 from specedge.runtime.plan import break_even, expected_tokens, speedup
+from specedge.runtime.shape import TreeShape
 
 WIDEST = 9
 
@@ -21,11 +22,18 @@ def adaptive(draft_cost: float = 0.0, cost: Callable[[int], float] = step_cost, 
     return Adaptive(cost, draft_cost, widest)
 
 
+def ask(control: Control, depth: int, nodes: int | None = None) -> int:
+    """gamma that is asked for."""
+    shape = control.ask(depth, depth if nodes is None else nodes)
+    assert shape.is_chain
+    return shape.depth
+
+
 def play(control: Control, accepted: Sequence[int], room: int = 100, evidence: int = 0) -> list[int]:
     """gamma of round after round, when the target would accept so many of any number of drafts."""
     chosen = []
     for most in accepted:
-        asked = control.ask(room)
+        asked = ask(control, room)
         taken = control.take(evidence, asked)
         compared = min(asked, min(most, taken) + 1)  # a round emits what is accepted and one token more
         control.observe(evidence, min(most, compared), compared)
@@ -87,22 +95,24 @@ def test_evidence_is_judged_by_its_own_record() -> None:
     assert play(control, [ALL], evidence=16) == [WIDEST - 1]
 
 
-histories = st.lists(st.tuples(st.integers(0, WIDEST), st.integers(0, 12), st.integers(0, 3)), max_size=60)
+histories = st.lists(
+    st.tuples(st.integers(0, WIDEST), st.integers(-1, 12), st.integers(-1, 12), st.integers(0, 3)), max_size=60
+)
 
 
 @given(histories, st.sampled_from([0.0, 0.05, 0.3, 1.0]))
 @settings(deadline=None, derandomize=True)
 def test_it_stays_within_room_and_widths_and_depends_on_nothing_else(
-    history: list[tuple[int, int, int]], draft_cost: float
+    history: list[tuple[int, int, int, int]], draft_cost: float
 ) -> None:
     first, second = adaptive(draft_cost), adaptive(draft_cost)
-    for accepted, room, evidence in history:
-        asked = first.ask(room)
-        assert 0 <= asked <= min(room, WIDEST - 1)
+    for accepted, depth, nodes, evidence in history:
+        asked = ask(first, depth, nodes)
+        assert 0 <= asked <= max(min(depth, nodes, WIDEST - 1), 0)
         supplied = asked // 2 if evidence == 3 else asked  # a drafter may have less to offer
         taken = first.take(evidence, supplied)
         assert 0 <= taken <= supplied
-        assert (second.ask(room), second.take(evidence, supplied)) == (asked, taken)
+        assert (ask(second, depth, nodes), second.take(evidence, supplied)) == (asked, taken)
         for control in (first, second):
             control.observe(evidence, min(accepted, supplied), min(accepted + 1, supplied))
 
@@ -114,8 +124,18 @@ def test_a_bundle_of_width_one_never_drafts() -> None:
 
 def test_fixed_is_fixed() -> None:
     for gamma in range(5):
-        assert play(Fixed(gamma), [NONE] * 5 + [ALL] * 5) == [gamma] * 10
-        assert play(Fixed(gamma), [ALL] * 3, room=2) == [min(gamma, 2)] * 3
+        assert play(Fixed(TreeShape.chain(gamma)), [NONE] * 5 + [ALL] * 5) == [gamma] * 10
+        assert play(Fixed(TreeShape.chain(gamma)), [ALL] * 3, room=2) == [min(gamma, 2)] * 3
+
+
+def test_a_fixed_tree_is_cut_only_where_room_ends() -> None:
+    tree = TreeShape.from_paths([[0], [1], [2], [0, 0], [1, 0], [0, 0, 0]])
+    control = Fixed(tree)
+    for depth, nodes in product(range(-1, 6), range(-1, 9)):
+        assert control.ask(depth, nodes) == tree.within(depth, nodes)
+        control.observe(0, 0, 3)
+    assert control.ask(3, 6) == control.ask(99, 99) == tree
+    assert [control.take(0, drafted) for drafted in range(7)] == list(range(7))  # what was drafted is verified
 
 
 # ---- plan

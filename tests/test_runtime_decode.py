@@ -1,6 +1,7 @@
 """Laws of the loop and its requests: speculative ids are plain ids are transformers' ids, wherever a request ends."""
 
 import gc
+import itertools
 import json
 import shutil
 import threading
@@ -22,13 +23,15 @@ from specedge.bundle import changed_files, open_bundle
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime import Engine, Result, Sampling, load
-from specedge.runtime.accept import greedy
 from specedge.runtime.control import Fixed
-from specedge.runtime.decode import decode, prefill
+from specedge.runtime.decode import Round, decode, prefill
 from specedge.runtime.drafters import DraftModel
 from specedge.runtime.model import Logits, Model
+from specedge.runtime.rules import Children, Rule, make_rule
+from specedge.runtime.sampler import Sampler
+from specedge.runtime.shape import TreeShape
 from specedge.runtime.text import Prompt
-from specedge.runtime.tree import Proposal
+from specedge.runtime.tree import ROOT, Proposal
 
 FORMS = ("cpu", "cpu-static")
 CONTEXT, CHUNK = 128, 8
@@ -168,6 +171,11 @@ def test_draft_vocabularies_of_other_sizes(rand: Rand) -> None:  # B40, in one f
         for _ in result.ids:  # transformers, kept from the rows that no tokenizer entry stands for
             text.append(int(tiny.hf_logits(rand.reference.model, text)[-1][:120].argmax()))
         assert result.ids == text[len(free) :]
+        tree = engine.generate(free, max_new_tokens=60, tree=BUSHY)
+        assert tree.ids == result.ids and tree.stats.drafted > 0
+        changed = Sampling(repetition_penalty=1.3, logit_bias={119: 5.0, 118: -5.0}, banned_ids=[117, 119])
+        plain = engine.generate(free, changed, 60, speculate=False)
+        assert engine.generate(free, changed, 60, tree=BUSHY).ids == plain.ids != result.ids
         with pytest.raises(SpecedgeError, match="id 125 at index 1"):
             engine.generate([3, 125], max_new_tokens=9, gamma=4)
 
@@ -220,52 +228,161 @@ def test_exactly_as_many_tokens_as_asked_for(rand: Rand, drafter: str, gamma: in
 # ---- what the draft has read (B33)
 
 
-@pytest.mark.parametrize("name", ["self", "noisy", "other"])
-def test_the_draft_proposes_what_it_would_after_reading_the_whole_text(
-    rand: Rand, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle, device, draft_reference = open_bundle(rand.paths[name]), get_device(rand.device), tiny.load_hf(rand.sources / name)
+CHAIN = TreeShape.chain(4)
+NOTHING = TreeShape.chain(0)
+SIBLINGS = TreeShape.from_paths([[0], [1], [2]])  # leaves only: none of them is ever fed before it was accepted
+BUSHY = TreeShape.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0]])
+SKEWED = TreeShape.from_paths([[1], [2], [1, 0], [2, 1], [2, 1, 0]])  # not even the first choices
+SCRIPTS = {
+    "chain": [CHAIN],
+    "siblings": [SIBLINGS],
+    "bushy": [BUSHY],
+    "skewed": [SKEWED],
+    "gamma 0 between": [BUSHY, NOTHING, CHAIN, NOTHING, NOTHING],
+    "all shapes in turn": [BUSHY, SIBLINGS, CHAIN, SKEWED],
+}
+
+
+class Script:
+    """Asks for one shape after another, again and again."""
+
+    def __init__(self, shapes: Sequence[TreeShape]) -> None:
+        self._shapes = itertools.cycle(shapes)
+
+    def ask(self, depth: int, nodes: int) -> TreeShape:
+        return next(self._shapes).within(depth, nodes)
+
+    def take(self, evidence: int, drafted: int) -> int:
+        return drafted
+
+    def observe(self, evidence: int, agreed: int, compared: int) -> None:
+        return
+
+
+def greedy_rule(allowed: int = 128) -> Rule:
+    return make_rule(None, Sampler(Sampling(), allowed, len(PROMPT)))
+
+
+@dataclass
+class Diary:
+    """What a draft model proposed, what it read of the text before, and every row it chose from."""
+
+    proposals: list[tuple[list[int], TreeShape, Proposal]]  # (text, what was asked for, the answer)
+    reads: list[tuple[int, list[int]]]  # (length of the cache, what is read next)
+    rows: list[tuple[list[int], Logits]]  # (text and path, the logits after it)
+
+
+def recorded(rand: Rand, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Diary, list[Round]]:
+    """A request of 100 tokens through the loop itself, and what its draft model did meanwhile."""
+    bundle, device = open_bundle(rand.paths[name]), get_device(rand.device)
     target, draft = (Model(bundle, role, device, 1).sequence() for role in ("target", "draft"))
-    reads: list[tuple[int, list[int]]] = []  # (length of the draft's cache, what it reads next)
-    read = draft.prefill
+    diary, rule, read = Diary([], [], []), greedy_rule(), draft.prefill
 
     def note(ids: Sequence[int]) -> Logits | None:
-        reads.append((draft.length, list(ids)))
+        if ids:
+            diary.reads.append((draft.length, list(ids)))
         return read(ids)
 
-    monkeypatch.setattr(draft, "prefill", note)
-    proposals: list[tuple[list[int], tuple[int, ...], tuple[int, list[int]]]] = []
+    def choose(logits: Logits, history: Sequence[int], path: Sequence[int], first: int, ranks: Sequence[int]) -> Children:
+        diary.rows.append(([*history, *path], logits.copy()))
+        return rule.choose(logits, history, path, first, ranks)
 
     class Recorder(DraftModel):
-        def propose(self, history: Sequence[int], gamma: int) -> Proposal:
-            reads.clear()
-            proposal = super().propose(history, gamma)
-            if gamma:
-                proposals.append((list(history), proposal.tree.tokens, reads[0]))
-                assert draft.length == len(history) + gamma - 1
+        def propose(self, history: Sequence[int], shape: TreeShape) -> Proposal:
+            proposal = super().propose(history, shape)
+            if shape.parents:
+                diary.proposals.append((list(history), shape, proposal))
+                inner = {parent for parent in proposal.tree.parents if parent != ROOT}
+                assert draft.length == len(history) + len(inner)  # nothing is fed whose logits nobody wants
             return proposal
 
-    drafter = Recorder(draft, Sampling(), 128)
+    drafter = Recorder(draft, choose)
     prefill(target, drafter, PROMPT)
-    rounds = list(decode(target, drafter, Fixed(4), greedy(128), PROMPT, 100, ()))
-    assert len(proposals) >= 20
-    for history, proposed, (length, ids) in proposals:
-        assert list(proposed) == tiny.hf_greedy(draft_reference, history, len(proposed))
+    monkeypatch.setattr(draft, "prefill", note)  # one read a round from here on
+    return diary, list(decode(target, drafter, Script(SCRIPTS[script]), rule.judge, PROMPT, 100, ()))
+
+
+READERS = [*itertools.product(("self", "noisy", "other"), ("chain", "all shapes in turn")), *(("noisy", s) for s in SCRIPTS)]
+
+
+@pytest.mark.parametrize(("name", "script"), sorted(set(READERS)))
+def test_the_draft_proposes_what_it_would_after_reading_the_whole_text(
+    rand: Rand, name: str, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_reference = tiny.load_hf(rand.sources / name)
+    diary, rounds = recorded(rand, name, script, monkeypatch)
+    assert len(diary.proposals) == len(diary.reads) >= 15
+    for text, row in diary.rows:  # every node's logits, whatever else was in the cache
+        assert np.abs(tiny.hf_logits(draft_reference, text)[-1] - row).max() <= 1e-3
+    rows = {tuple(text): row for text, row in diary.rows}
+    for (history, shape, proposal), (length, ids) in zip(diary.proposals, diary.reads, strict=True):
+        tree = proposal.tree
+        assert tree.parents == shape.parents
+        for node in {*tree.parents}:
+            best = rows[*history, *tree.path(node)].argsort()[::-1]
+            ranks = [shape.ranks[child] for child in shape.children(node)]
+            assert [tree.tokens[child] for child in tree.children(node)] == best[ranks].tolist()
         assert [*history[:length], *ids] == history  # up to the root, and nothing that was rejected
-        assert len(ids) <= 2  # the root, after a full acceptance the last draft too: nothing is read twice
-    assert any(len(ids) == 2 for _, _, (_, ids) in proposals) == any(r.accepted == 4 for r in rounds)
+    check_reads(diary, rounds)
+
+
+def check_reads(diary: Diary, rounds: Sequence[Round]) -> None:
+    """Each round reads the root, the leaf accepted before it, and what plain rounds emitted: nothing twice."""
+    unread, reads = len(PROMPT[-1:]), iter(diary.reads)
+    for found in rounds:
+        if found.tree.tokens:
+            assert len(next(reads)[1]) == unread
+            unread = 1
+            if found.nodes and not found.tree.children(found.nodes[-1]):
+                unread = 2
+        else:
+            unread += 1
+
+
+def test_rounds_of_every_kind_are_among_them(rand: Rand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing accepted, a sibling behind the first, a path to its leaf, one that ends before, and plain rounds between."""
+    kinds = set()
+    for script in ("bushy", "gamma 0 between", "all shapes in turn"):
+        _, rounds = recorded(rand, "noisy", script, monkeypatch)
+        for found, following in itertools.pairwise(rounds):
+            ranks = [found.tree.children(parent).index(node) for parent, node in itertools.pairwise((ROOT, *found.nodes))]
+            ended = bool(found.nodes) and not found.tree.children(found.nodes[-1])
+            kind = "plain" if not found.tree.tokens else "nothing" if not ranks else "leaf" if ended else "inner"
+            kinds |= {(kind, max(ranks, default=0) > 0), (kind, "then plain" if not following.tree.tokens else "then drafts")}
+    assert kinds >= {("nothing", False), ("leaf", False), ("leaf", True), ("inner", False), ("inner", True)}
+    assert kinds >= {(kind, then) for kind in ("nothing", "leaf", "inner") for then in ("then plain", "then drafts")}
+    assert ("plain", "then plain") in kinds
+
+
+def test_a_level_wider_than_the_widest_graph_is_read_in_pieces(rand: Rand) -> None:
+    """Twenty inner nodes under twenty: each as if it alone had been read."""
+    wide = TreeShape.from_paths([path for rank in range(20) for path in ([rank], [rank, 0], [rank, 0, 0])])
+    bundle, draft_reference = open_bundle(rand.paths["noisy"]), tiny.load_hf(rand.sources / "noisy")
+    draft = Model(bundle, "draft", get_device(rand.device), 1).sequence()
+    assert draft.widest < 20
+    drafter = DraftModel(draft, greedy_rule().choose)
+    drafter.begin(PROMPT)
+    history = list(PROMPT)
+    for _ in range(2):  # again behind the last child of the last child
+        tree = drafter.propose(history, wide).tree
+        assert len(tree.tokens) == 60
+        for node in {*tree.parents}:
+            best = tiny.hf_logits(draft_reference, [*history, *tree.path(node)])[-1].argsort()[::-1]
+            children = tree.children(node)
+            assert [tree.tokens[child] for child in children] == best[: len(children)].tolist()
+        history += [*tree.path(59), 77]
 
 
 def test_a_drafter_that_begins_anew_has_forgotten(rand: Rand) -> None:  # B35
-    for name in ("noisy", "lookup"):
-        used = rand.engines[name].new_drafter(Sampling())
+    for name, shape in (("noisy", CHAIN), ("noisy", BUSHY), ("lookup", CHAIN)):
+        used = rand.engines[name].new_drafter(greedy_rule())
         used.begin([5, 6, 7, 8, 5, 6])
-        used.propose([5, 6, 7, 8, 5, 6], 4)
+        used.propose([5, 6, 7, 8, 5, 6], shape)
         used.begin(PROMPT)
-        found = used.propose(PROMPT, 4).tree.tokens
-        other = fresh(rand, name).new_drafter(Sampling())
+        found = used.propose(PROMPT, shape).tree.tokens
+        other = fresh(rand, name).new_drafter(greedy_rule())
         other.begin(PROMPT)
-        assert found == other.propose(PROMPT, 4).tree.tokens != ()
+        assert found == other.propose(PROMPT, shape).tree.tokens != ()
 
 
 # ---- one request after another
@@ -416,10 +533,11 @@ def test_eos_at_any_place_of_a_burst_ends_it(chains: dict[str, Path], drafter: s
 def test_the_loop_itself_ends_at_a_stop_id(chains: dict[str, Path]) -> None:
     """Nothing behind it is emitted, counted or committed."""
     engine = load(chains["none"], threads=1)
-    drafter, prompt = engine.new_drafter(Sampling()), [5]
+    rule, prompt = greedy_rule(64), [5]
+    drafter = engine.new_drafter(rule)
     prefill(engine.target, drafter, prompt)
-    rounds = list(decode(engine.target, drafter, Fixed(7), greedy(None), prompt, 40, {6, 7, 8}))
-    assert [(found.tokens, len(found.drafted), found.accepted) for found in rounds] == [((6,), 7, 1)]
+    rounds = list(decode(engine.target, drafter, Fixed(TreeShape.chain(7)), rule.judge, prompt, 40, {6, 7, 8}))
+    assert [(found.tokens, len(found.tree.tokens), found.nodes) for found in rounds] == [((6,), 7, (0,))]
     assert engine.target.length == 1
 
 
@@ -475,11 +593,14 @@ def test_padding_is_neither_drafted_nor_emitted(chains: dict[str, Path], drafter
             sampling = Sampling(temperature, seed=seed)
             result = engine.generate([5, 9, 5], sampling, 100, gamma=3)
             assert max(result.ids) < 60 and result.stats.drafted > 0
-            proposer = engine.new_drafter(sampling)
+            rule = make_rule(None, Sampler(sampling, engine.bundle.manifest.allowed_ids, 3))
+            proposer = engine.new_drafter(rule)
             proposer.begin([5, 9, 5])
-            proposal = proposer.propose([5, 9, 5], 7)
+            proposal = proposer.propose([5, 9, 5], TreeShape.chain(7))
             assert len(proposal.tree.tokens) == 7 and max(proposal.tree.tokens) < 60
-            assert proposal.q is None or not np.asarray(proposal.q)[:, 60:].any()
+            laws = [proposal.q(node) for node in range(ROOT, 6)] if proposal.q else []
+            assert not any(law.dense(64)[60:].any() for law in laws)
+            assert bool(laws) == (drafter == "draft" and temperature > 0)
     for token in (60, 63):
         with pytest.raises(SpecedgeError, match=rf"id {token} at index 0, expected 0\.\.59"):
             engine.generate([token, 5])
@@ -589,9 +710,9 @@ def test_nan_is_an_error_and_the_next_request_is_as_good_as_ever(rand: Rand, rol
     rows[77] = np.nan  # one token poisons a text
     rows.flush()
     engine = load(path, threads=1)
-    for sampling in (Sampling(), Sampling(1.0)):
+    for sampling, shape in itertools.product((Sampling(), Sampling(1.0)), (TreeShape.chain(3), BUSHY)):
         with pytest.raises(SpecedgeError, match=r"nan at id 0"):
-            engine.generate([3, 77, *range(10, 40)], sampling, 20, gamma=3)
+            engine.generate([3, 77, *range(10, 40)], sampling, 20, tree=shape)
         result = run(engine, PROMPT, 20, 3)
         assert result.ids == rand.reference.greedy(PROMPT, 20)
         assert result.stats.per_round == run(rand.engines["noisy"], PROMPT, 20, 3).stats.per_round

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specedge.runtime.drafters import LookupDrafter
+from specedge.runtime.drafters import NOTHING, LookupDrafter, NoDrafter
+from specedge.runtime.shape import TreeShape
 
 CONTEXT = 256
 LONGEST = LookupDrafter.longest
@@ -16,8 +17,8 @@ def fresh(text: Sequence[int], gamma: int) -> tuple[list[int], int]:
     """(tokens, evidence) of a drafter that has seen nothing before `text`."""
     drafter = LookupDrafter(CONTEXT)
     drafter.begin(text)
-    proposal = drafter.propose(text, gamma)
-    assert proposal.q is None and proposal.tree.is_chain and not drafter.drawn
+    proposal = drafter.propose(text, TreeShape.chain(gamma))
+    assert proposal.q is None and proposal.tree.is_chain  # a point mass
     return list(proposal.tree.tokens), proposal.evidence
 
 
@@ -70,9 +71,19 @@ def test_what_is_proposed(text: list[int], expected: list[int], evidence: int) -
 def test_output_is_searched_as_well_as_the_prompt() -> None:
     drafter = LookupDrafter(CONTEXT)
     drafter.begin([1, 2, 3])
-    assert drafter.propose([1, 2, 3], 2).tree.tokens == ()
-    assert drafter.propose([1, 2, 3, 9, 8, 7, 9], 2).tree.tokens == (8, 7)  # found in the output
-    assert drafter.propose([1, 2, 3, 9, 8, 7, 9, 2], 2).tree.tokens == (3, 9)  # in the prompt, running on into the output
+    two = TreeShape.chain(2)
+    assert drafter.propose([1, 2, 3], two).tree.tokens == ()
+    assert drafter.propose([1, 2, 3, 9, 8, 7, 9], two).tree.tokens == (8, 7)  # found in the output
+    assert drafter.propose([1, 2, 3, 9, 8, 7, 9, 2], two).tree.tokens == (3, 9)  # in the prompt, running on into the output
+
+
+def test_of_a_tree_it_drafts_a_chain_as_deep() -> None:
+    text = [1, 2, 3, 8, 2, 3, 9, 1, 2, 3]
+    drafter = LookupDrafter(CONTEXT)
+    drafter.begin(text)
+    tree = TreeShape.from_paths([[0], [1], [2], [0, 0], [2, 0]])
+    assert drafter.propose(text, tree).tree == drafter.propose(text, TreeShape.chain(2)).tree
+    assert drafter.propose(text, tree).tree.tokens == (8, 2)
 
 
 @given(texts, st.data())
@@ -82,7 +93,7 @@ def test_a_growing_text_is_searched_as_a_whole_one(text: list[int], data: st.Dat
     drafter = LookupDrafter(CONTEXT)
     drafter.begin(text[: lengths[0]])
     for length in lengths:
-        proposal = drafter.propose(text[:length], 5)
+        proposal = drafter.propose(text[:length], TreeShape.chain(5))
         assert (list(proposal.tree.tokens), proposal.evidence) == fresh(text[:length], 5)
 
 
@@ -91,9 +102,9 @@ def test_a_growing_text_is_searched_as_a_whole_one(text: list[int], data: st.Dat
 def test_a_new_request_forgets_the_one_before(before: list[int], text: list[int]) -> None:  # B35
     drafter = LookupDrafter(CONTEXT)
     drafter.begin(before)
-    drafter.propose(before, 5)
+    drafter.propose(before, TreeShape.chain(5))
     drafter.begin(text)
-    proposal = drafter.propose(text, 5)
+    proposal = drafter.propose(text, TreeShape.chain(5))
     assert (list(proposal.tree.tokens), proposal.evidence) == fresh(text, 5)
 
 
@@ -101,4 +112,12 @@ def test_the_room_is_what_the_context_leaves() -> None:
     drafter = LookupDrafter(8)
     drafter.begin([3] * 7)
     assert [drafter.room(length) for length in (1, 7, 8)] == [7, 1, 0]
-    assert drafter.propose([3] * 8, drafter.room(8)).tree.tokens == ()
+    assert drafter.propose([3] * 8, TreeShape.chain(drafter.room(8))).tree.tokens == ()
+
+
+def test_no_drafter_drafts_nothing() -> None:
+    drafter = NoDrafter()
+    drafter.begin([1, 2, 3])
+    assert drafter.room(3) == drafter.room(0) == 0
+    assert drafter.propose([1, 2, 1], TreeShape.chain(4)) is NOTHING
+    assert NOTHING.tree.tokens == () and NOTHING.q is None and NOTHING.evidence == 0

@@ -1,10 +1,12 @@
-"""Sampled text has exactly the target's law, and is a function of the seed."""
+"""Sampled text has exactly the target's law, under every lossless rule, and is a function of the seed."""
 
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from itertools import islice, product
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,25 @@ from scipy.stats import chisquare
 
 import bundles
 from specedge.runtime import Engine, Sampling, load
-from tiny import Array, deterministic_chain, f_chain, f_rand, random_chain
+from specedge.runtime.results import Nodes, Stats
+from specedge.runtime.rules import RULES
+from specedge.runtime.shape import TreeShape
+from tiny import Array, f_chain, f_rand, random_chain
 
-REQUESTS = 6000
+REQUESTS = 3000
 GAMMA = 3
 VOCAB = 64
-P, Q = random_chain(VOCAB, seed=1), random_chain(VOCAB, seed=2)
+P = random_chain(VOCAB, seed=1)
+Q = (P + random_chain(VOCAB, seed=2)) / 2
 START = 5
+CHAIN = TreeShape.chain(GAMMA)
+TREE = TreeShape.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+ROWS = {  # laws of the token after any other
+    "b42": ([0.64, 0.16, 0.10, 0.10], [0.30, 0.30, 0.20, 0.20]),
+    "b43": ([0.4, 0.6], [0.5, 0.5]),
+    "b46": ([0.5, 0.3, 0.2], [0.6, 0.3, 0.1]),
+    "apart": ([0.3, 0.05, 0.6, 0.05], [0.7, 0.25, 0.03, 0.02]),  # a rejection leaves two tokens, and the drafter another
+}
 
 
 def likeliest(token: int) -> int:
@@ -38,10 +52,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("chains")
     f_chain(place / "target", P)
     f_chain(place / "draft", Q)
-    for name, row in (("p", [0.64, 0.16, 0.10, 0.10]), ("q", [0.30, 0.30, 0.20, 0.20])):  # B42
-        law = deterministic_chain(VOCAB, {})
-        law[:, :] = np.pad(np.array(row), (0, VOCAB - 4))
-        f_chain(place / name, law)
+    for name, rows in ROWS.items():
+        for role, row in zip(("target", "draft"), rows, strict=True):
+            f_chain(place / name / role, np.tile(np.pad(np.array(row), (0, VOCAB - len(row))), (VOCAB, 1)))
     return place
 
 
@@ -50,8 +63,11 @@ def engines(request: pytest.FixtureRequest, sources: Path, tmp_path_factory: pyt
     place = tmp_path_factory.mktemp("bundles")
     options = TINY | {"device": request.param}
     path = bundles.make(sources / "target", place / "bundle", draft=str(sources / "draft"), **options)
-    other = bundles.engine(sources / "p", place / "b42", draft=str(sources / "q"), **options)
-    return {"draft": load(path, threads=1), "lookup": load(path, drafter="lookup", threads=1), "b42": other}
+    engines = {"draft": load(path, threads=1), "lookup": load(path, drafter="lookup", threads=1)}
+    for name in ROWS:
+        draft = str(sources / name / "draft")
+        engines[name] = bundles.engine(sources / name / "target", place / name, draft=draft, **options)
+    return engines
 
 
 def law_of(row: Array, temperature: float) -> Array:
@@ -72,50 +88,153 @@ def chi_square(counts: Array, law: Array) -> float:
     return float(chisquare(*merged).pvalue)
 
 
-def first_two(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """The first two of five tokens, and (drafted, accepted) of the rounds they took."""
-    stream = engine.stream(prompt, sampling, max_new_tokens=5, gamma=GAMMA)
-    first, second = islice(stream, 2)
-    stream.close()
-    return (first.id, second.id), stream.result().stats.per_round
+@dataclass
+class Pairs:
+    """How often each pair of tokens began an answer, the trees of the first rounds, and what became of all trees."""
+
+    counts: Array = field(default_factory=lambda: np.zeros((VOCAB, VOCAB)))
+    first: Counter[tuple[int, int]] = field(default_factory=Counter)  # (drafted, accepted)
+    outcomes: Counter[tuple[Nodes, Nodes]] = field(default_factory=Counter)
 
 
-# Each request takes a millisecond or two: all four pairs in one form, two of them in the other.
-CASES = [*product(["cpu-static"], ("draft", "lookup"), (0.7, 1.3)), ("cpu", "draft", 1.3), ("cpu", "lookup", 0.7)]
+def first_two(
+    engine: Engine, prompt: Sequence[int], rule: str | None, shape: TreeShape, requests: int = REQUESTS, **settings: Any
+) -> Pairs:
+    """The first two of five tokens, seed after seed; streams are closed behind them."""
+    pairs = Pairs()
+    for seed in range(requests):
+        stream = engine.stream(prompt, Sampling(seed=seed, **settings), max_new_tokens=5, tree=shape, rule=rule)
+        first, second = islice(stream, 2)
+        stream.close()
+        stats = stream.result().stats
+        pairs.counts[first.id, second.id] += 1
+        pairs.first[stats.per_round[0]] += 1
+        pairs.outcomes += stats.outcomes
+    return pairs
 
 
-@pytest.mark.parametrize(("engines", "drafter", "temperature"), CASES, indirect=["engines"])
-def test_the_first_two_tokens_have_the_law_of_the_target(engines: dict[str, Engine], drafter: str, temperature: float) -> None:
-    engine, prompt = engines[drafter], [START] if drafter == "draft" else LOOKUP_PROMPT
-    pairs, rounds = np.zeros((VOCAB, VOCAB)), []
-    for seed in range(REQUESTS):
-        pair, per_round = first_two(engine, prompt, Sampling(temperature, seed=seed))
-        pairs[pair] += 1
-        rounds.append(per_round[0])
-    assert all(drafted == GAMMA for drafted, _ in rounds)
-    accepted = np.bincount([accepted for _, accepted in rounds], minlength=GAMMA + 1)
-    assert accepted.min() > 0  # every kind of round took part: nothing accepted, something, everything
+def joint_law(temperature: float) -> Array:
+    """[V, V]: of the two tokens after START."""
+    law: Array = law_of(P[START], temperature)[:, None] * np.stack([law_of(row, temperature) for row in P])
+    return law
 
-    first = law_of(P[START], temperature)
-    joint = first[:, None] * np.stack([law_of(row, temperature) for row in P])
-    assert chi_square(pairs.sum(axis=1), first) > 0.001
-    assert chi_square(pairs.sum(axis=0), joint.sum(axis=0)) > 0.001
-    assert chi_square(pairs, joint) > 0.001
+
+# Each request takes a millisecond or two: every rule, on chains and on trees, in one of the forms.
+CASES: list[tuple[str, str, str | None, TreeShape, float]] = [
+    ("cpu-static", "draft", "token", CHAIN, 0.7),
+    ("cpu", "draft", "block", CHAIN, 1.3),
+    ("cpu-static", "draft", None, CHAIN, 1.3),
+    ("cpu", "draft", "recursive", TREE, 0.7),
+    ("cpu-static", "draft", "recursive", TREE, 1.3),
+    ("cpu-static", "draft", "point-mass", TREE, 0.7),
+    ("cpu", "draft", "coupled", TREE, 1.3),
+    ("cpu-static", "lookup", None, CHAIN, 1.3),
+    ("cpu", "lookup", "coupled", CHAIN, 0.7),
+]
+
+
+@pytest.mark.parametrize(
+    ("engines", "drafter", "rule", "shape", "temperature"),
+    [pytest.param(*case, id="-".join(map(str, (*case[:3], len(case[3].parents), case[4])))) for case in CASES],
+    indirect=["engines"],
+)
+def test_the_first_two_tokens_have_the_law_of_the_target(
+    engines: dict[str, Engine], drafter: str, rule: str | None, shape: TreeShape, temperature: float
+) -> None:
+    prompt = [START] if drafter == "draft" else LOOKUP_PROMPT
+    pairs = first_two(engines[drafter], prompt, rule, shape, temperature=temperature)
+    assert {drafted for drafted, _ in pairs.first} == {len(shape.parents)}
+    accepted = Counter({depth: count for (_, depth), count in pairs.first.items()})
+    assert all(accepted[depth] > 0 for depth in range(shape.depth + 1))  # nothing accepted, something, everything
+    by_rank = Stats(outcomes=pairs.outcomes).accepted_by_rank
+    assert shape.is_chain or all(max(row[1:], default=1.0) > 0 for row in by_rank)  # and siblings behind the first
+
+    first, joint = law_of(P[START], temperature), joint_law(temperature)
+    assert chi_square(pairs.counts.sum(axis=1), first) > 0.001
+    assert chi_square(pairs.counts.sum(axis=0), joint.sum(axis=0)) > 0.001
+    assert chi_square(pairs.counts, joint) > 0.001
     # and the test would notice the draft's law in its place
-    assert chi_square(pairs.sum(axis=1), law_of(Q[START], temperature)) < 1e-9
+    assert chi_square(pairs.counts.sum(axis=1), law_of(Q[START], temperature)) < 1e-9
+
+
+@pytest.mark.parametrize("engines", ["cpu"], indirect=True)
+def test_siblings_drawn_without_replacement_keep_the_law(engines: dict[str, Engine]) -> None:
+    """Few tokens, and most of them drafted: what the first sibling left of p and q decides about the next."""
+    law = np.array(ROWS["apart"][0])
+    shape = TreeShape.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+    pairs = first_two(engines["apart"], [START], "recursive", shape, temperature=1.0)
+    assert pairs.counts[:4, :4].sum() == REQUESTS
+    assert chi_square(pairs.counts[:4, :4], law[:, None] * law) > 0.001
+    assert chi_square(pairs.counts.sum(axis=1)[:4], law) > 0.001
+    assert min(share for row in Stats(outcomes=pairs.outcomes).accepted_by_rank for share in row) > 0
+
+
+@pytest.mark.parametrize("engines", ["cpu-static"], indirect=True)
+def test_penalties_are_part_of_the_law(engines: dict[str, Engine]) -> None:
+    """Drafted tokens count like emitted ones for what follows them, and not for their siblings."""
+
+    def law_after(*answer: int) -> Array:
+        logits = np.log(P[(START, *answer)[-1]])
+        logits[[*{START, *answer}]] *= 0.5
+        for token in answer:
+            logits[token] += 1.5
+        law: Array = np.exp(logits) / np.exp(logits).sum()
+        return law
+
+    penalties = {"repetition_penalty": 0.5, "frequency_penalty": -0.5, "presence_penalty": -1.0}
+    pairs = first_two(engines["draft"], [START], "recursive", TREE, temperature=1.0, **penalties)
+    joint = law_after()[:, None] * np.stack([law_after(token) for token in range(VOCAB)])
+    assert chi_square(pairs.counts, joint) > 0.001
+    assert chi_square(pairs.counts.sum(axis=0), joint.sum(axis=0)) > 0.001
+    assert chi_square(pairs.counts, joint_law(1.0)) < 1e-9  # they matter
+
+
+@pytest.mark.parametrize("engines", ["cpu"], indirect=True)
+def test_the_rule_called_lossy_is(engines: dict[str, Engine]) -> None:
+    """Typical acceptance moves mass to what was drafted: only its name may ask for it."""
+    pairs = first_two(engines["draft"], [START], "lossy-typical", TREE, requests=1000, temperature=1.3)
+    assert chi_square(pairs.counts.sum(axis=1), law_of(P[START], 1.3)) < 1e-6
+    assert chi_square(pairs.counts, joint_law(1.3)) < 1e-6
 
 
 @pytest.mark.parametrize("engines", ["cpu-static"], indirect=True)
 def test_q_is_what_was_drawn_from(engines: dict[str, Engine]) -> None:  # B42
     """top-k on both sides: the rule has to see q after the filter. Judged by the raw q it gives 0.667."""
-    counts = np.zeros(VOCAB)
-    for seed in range(REQUESTS):
-        stream = engines["b42"].stream([START], Sampling(1.0, top_k=2, seed=seed), max_new_tokens=2, gamma=1)
-        counts[next(stream).id] += 1
-        assert stream.result().stats.per_round[0][0] == 1
-        stream.close()
-    assert counts[2:].sum() == 0
+    pairs = first_two(engines["b42"], [START], "token", TreeShape.chain(1), temperature=1.0, top_k=2)
+    counts = pairs.counts.sum(axis=1)
+    assert counts[2:].sum() == 0 and {drafted for drafted, _ in pairs.first} == {1}
     assert chisquare(counts[:2], [0.8 * REQUESTS, 0.2 * REQUESTS]).pvalue > 0.001
+
+
+@pytest.mark.parametrize("engines", ["cpu"], indirect=True)
+def test_an_argmax_draft_is_judged_as_one(engines: dict[str, Engine]) -> None:  # B43
+    """It always drafts 0, and 0 comes as often as the target says. Judged by the draft's softmax it is 0.8."""
+    pairs = first_two(engines["b43"], [START], "point-mass", TreeShape.chain(1), 1000, temperature=1.0)
+    counts = pairs.counts.sum(axis=1)
+    assert pairs.first.keys() == {(1, 0), (1, 1)} and pairs.first[1, 1] == counts[0]
+    assert chisquare(counts[:2], [400, 600]).pvalue > 0.001
+
+
+@pytest.mark.parametrize(
+    ("engines", "paths"),
+    [("cpu", [[0]]), ("cpu-static", [[0], [1]]), ("cpu-static", [[0], [0, 0], [1], [1, 0]])],
+    indirect=["engines"],
+)
+def test_several_certain_candidates_leave_the_law_alone(engines: dict[str, Engine], paths: list[list[int]]) -> None:  # B46
+    """Siblings are the draft's likeliest tokens in order. Tested against its softmax they give [.833, 0, .167]."""
+    shape, law = TreeShape.from_paths(paths), np.array(ROWS["b46"][0])
+    pairs = first_two(engines["b46"], [START], "point-mass", shape, 2000, temperature=1.0)
+    assert pairs.counts[3:].sum() == pairs.counts[:, 3:].sum() == 0
+    assert np.abs(pairs.counts.sum(axis=1)[:3] / 2000 - law).max() < 0.04
+    assert chi_square(pairs.counts[:3, :3], law[:, None] * law) > 0.001
+    assert (
+        sum(count for (_, accepted), count in pairs.first.items() if accepted) == pairs.counts[: len(shape.children(-1))].sum()
+    )
+    for name, prompt in (("b46", [START]), ("draft", LOOKUP_PROMPT)):
+        for start in range(8):
+            plain = engines[name].generate([*prompt, start], max_new_tokens=20, speculate=False).ids
+            result = engines[name].generate([*prompt, start], max_new_tokens=20, tree=shape, rule="point-mass")
+            assert result.ids == plain and result.stats.accepted > 0
 
 
 # ---- the seed (B48)
@@ -160,6 +279,19 @@ def test_seeds_matter(engines: dict[str, Engine], drafter: str) -> None:
     assert len({tuple(sample(engines[drafter], seed)) for seed in range(10)}) >= 9
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_makes_the_text_a_function_of_the_seed(engines: dict[str, Engine], rule: str) -> None:
+    shape = CHAIN if rule in ("token", "block") else TREE
+    texts = set()
+    for seed in range(10):
+        request: dict[str, Any] = {"max_new_tokens": 30, "tree": shape, "rule": rule}
+        result = engines["draft"].generate([START], Sampling(1.0, seed=seed), **request)
+        engines["draft"].generate([9, 9, 9], Sampling(1.0, seed=seed + 1), **request)
+        assert [token.id for token in engines["draft"].stream([START], Sampling(1.0, seed=seed), **request)] == result.ids
+        texts.add(tuple(result.ids))
+    assert len(texts) >= 9
+
+
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.8}])
 def test_lookup_leaves_the_text_of_a_seed_as_it_is(engines: dict[str, Engine], settings: dict[str, Any]) -> None:
     """A point mass decides by the plain draw, whatever is drafted: token for token the plain text."""
@@ -185,7 +317,7 @@ PROMPT = [3, 14, 15, 92]
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 1e-6}, {"temperature": 1e-4}, {"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-9}],
+    [{"temperature": 1e-6}, {"temperature": 1e-4}, {"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-9}, {"min_p": 1.0}],
     ids=str,
 )
 def test_parameters_that_leave_one_token_are_greedy(rand: Engine, settings: dict[str, Any]) -> None:
@@ -195,7 +327,7 @@ def test_parameters_that_leave_one_token_are_greedy(rand: Engine, settings: dict
     assert result.stats.drafted > 0
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 0}, {"top_k": 128}, {"top_k": 10**7}, {"top_p": 1.0}], ids=str)
+@pytest.mark.parametrize("settings", [{"top_k": 0}, {"top_k": 128}, {"top_k": 10**7}, {"top_p": 1.0}, {"min_p": 0.0}], ids=str)
 def test_parameters_that_filter_nothing_are_off(rand: Engine, settings: dict[str, Any]) -> None:
     for seed in range(3):
         off = rand.generate(PROMPT, Sampling(1.0, seed=seed), 30, gamma=GAMMA)

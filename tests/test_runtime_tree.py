@@ -5,15 +5,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specedge.runtime.tree import ROOT, Proposal, TokenTree
+from specedge.runtime.law import Law
+from specedge.runtime.tree import ROOT, Proposal, TokenTree, depths
 
 TREE = TokenTree(tokens=(7, 8, 7, 9, 7), parents=(-1, -1, 0, 0, 2))
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> TokenTree:
-    parents = [draw(st.integers(ROOT, node - 1)) for node in range(draw(st.integers(0, 8)))]
-    return TokenTree(tuple(range(len(parents))), tuple(parents))
+    """Siblings differ in token; elsewhere tokens repeat."""
+    nodes: list[tuple[int, int]] = []
+    for node in range(draw(st.integers(0, 8))):
+        parent = draw(st.integers(ROOT, node - 1))
+        taken = {token for other, token in nodes if other == parent}
+        nodes.append((parent, draw(st.sampled_from(sorted(set(range(10)) - taken)))))
+    return TokenTree(tuple(token for _, token in nodes), tuple(parent for parent, _ in nodes))
 
 
 def test_children_keep_the_order_of_drafting():
@@ -82,14 +88,67 @@ def test_equal_tokens_under_different_parents_are_fine():
     assert TokenTree((3, 4, 3), (-1, -1, 1)).child(1, 3) == 2
 
 
-def test_a_proposal_has_a_row_of_q_per_node():
-    with pytest.raises(ValueError, match="found 1 rows for 2 nodes"):
-        Proposal(TokenTree.chain([1, 2]), np.ones((1, 4)) / 4)
+# ---- paths
+
+
+def test_a_path_is_the_tokens_below_the_root() -> None:
+    assert TREE.path(ROOT) == ()
+    assert [TREE.path(node) for node in range(5)] == [(7,), (8,), (7, 7), (7, 9), (7, 7, 7)]
+
+
+@given(trees())
+@settings(deadline=None, derandomize=True)
+def test_a_path_is_its_parent_s_and_one_token(tree: TokenTree) -> None:
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        assert tree.path(node) == (*tree.path(parent), token)
+        assert len(tree.path(node)) == tree.depths[node + 1]
+
+
+def test_follow_goes_as_far_as_there_are_nodes() -> None:
+    assert TREE.follow([7, 7, 7, 7]) == (0, 2, 4)
+    assert TREE.follow([7, 9]) == (0, 3)
+    assert TREE.follow([7, 8]) == (0,)
+    assert TREE.follow([8, 7]) == (1,)
+    assert TREE.follow([9, 7]) == TREE.follow([]) == ()
+
+
+@given(trees(), st.lists(st.integers(0, 3), max_size=4))
+@settings(deadline=None, derandomize=True)
+def test_following_a_node_s_path_leads_to_it(tree: TokenTree, more: list[int]) -> None:
+    for node in range(len(tree.tokens)):
+        nodes = tree.follow(tree.path(node))
+        assert nodes[-1] == node
+        assert [tree.tokens[passed] for passed in nodes] == list(tree.path(node))
+        further = tree.follow([*tree.path(node), *more])
+        assert further[: len(nodes)] == nodes
+        assert further == (nodes if not more or tree.child(node, more[0]) is None else tree.follow(tree.path(further[-1])))
+
+
+@given(trees())
+@settings(deadline=None, derandomize=True)
+def test_children_and_parents_say_the_same(tree: TokenTree) -> None:
+    for node in range(ROOT, len(tree.tokens)):
+        children = tree.children(node)
+        assert list(children) == [child for child, parent in enumerate(tree.parents) if parent == node]
+        assert [tree.child(node, tree.tokens[child]) for child in children] == list(children)
+    assert tree.depths == depths(tree.parents)
+
+
+# ---- proposals
 
 
 @given(trees(), st.integers(0, 9))
 @settings(deadline=None, derandomize=True)
-def test_the_first_nodes_of_a_proposal_are_a_tree(tree: TokenTree, count: int):
-    kept = Proposal(tree, evidence=3).first(count)
+def test_the_first_nodes_of_a_proposal_are_a_tree(tree: TokenTree, count: int) -> None:
+    laws = {node: Law.certain(node + 1) for node in range(ROOT, len(tree.tokens))}
+    kept = Proposal(tree, laws.__getitem__, evidence=3).first(count)
     assert kept.tree == TokenTree(tree.tokens[:count], tree.parents[:count])
     assert kept.evidence == 3
+    assert kept.q is not None and all(kept.q(node) is laws[node] for node in range(ROOT, len(kept.tree.tokens)))
+
+
+def test_all_of_a_proposal_is_the_proposal() -> None:
+    proposal = Proposal(TREE)
+    assert proposal.first(5) is proposal and proposal.first(99) is proposal
+    assert proposal.first(0).tree == TokenTree.chain([])
+    assert proposal.first(2).q is None

@@ -20,7 +20,7 @@ from specedge.export.weights import read_float32
 from specedge.runtime import load
 from specedge.runtime.agreement import compare_greedy, walk, width_agreement
 from specedge.runtime.bench import bench
-from specedge.runtime.cli import prompt_sets
+from specedge.runtime.cli_bench import prompt_sets
 from specedge.runtime.prompts import PROSE
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 
 from specedge.errors import SpecedgeError
 
-SCHEMA = 2
+SCHEMA = 3
 MANIFEST = "manifest.json"
 
 
@@ -126,7 +126,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole contract of a bundle. `allowed_ids` is the number of ids the tokenizer knows; rows beyond are masked."""
+    """The whole contract of a bundle. `allowed_ids` is the number of ids the tokenizer knows; rows beyond are masked.
+
+    `tree` lists the paths of the draft tree (docs/contract.md), none for chains.
+    """
 
     schema: int
     tools: dict[str, str]
@@ -138,6 +141,7 @@ class Manifest:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     drafters: tuple[str, ...]
+    tree: tuple[tuple[int, ...], ...]
     roles: dict[str, Role]
     files: dict[str, File]
 

@@ -1,0 +1,67 @@
+"""The command that shows a bundle: inspect."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import rich.table
+
+from specedge.bundle import Bundle, open_bundle
+from specedge.runtime.cli_options import BUNDLE
+from specedge.runtime.inspect import inspect, tensor_groups
+from specedge.runtime.memory import EngineMemory, measure_engines
+from specedge.runtime.terminal import Output, json_option, size
+
+_PLAIN_TYPES = ("F32", "F16", "BF16")  # of a checkpoint, by the names that safetensors and GGUF have in common
+
+
+@click.command("inspect")
+@BUNDLE
+@click.option(
+    "--memory",
+    type=click.IntRange(min=1),
+    metavar="ENGINES",
+    help="Open so many engines, fill their contexts and show what each takes.",
+)
+@json_option
+def inspect_command(bundle: Path, memory: int | None, json_file: str | None) -> None:
+    """Show what a BUNDLE holds."""
+    output = Output(json_file)
+    opened = open_bundle(bundle)
+    show_bundle(output, opened)
+    results = inspect(opened)
+    if memory is not None:
+        engines = measure_engines(bundle, memory)
+        results["memory"] = [asdict(engine) for engine in engines]
+        show_memory(output, engines)
+    output.json(results)
+
+
+def show_memory(output: Output, engines: Sequence[EngineMemory]) -> None:
+    """What each engine took; mapped pages are the same for all of them."""
+    table = rich.table.Table("engine", "weight files", "mapped, shared", "own, context full")
+    for number, engine in enumerate(engines, 1):
+        table.add_row(str(number), size(engine.file), size(engine.mapped), size(engine.private))
+    output.console.print(table)
+
+
+def show_bundle(output: Output, bundle: Bundle) -> None:
+    """A bundle in a few lines."""
+    manifest, print_ = bundle.manifest, output.console.print
+    print_(f"{bundle.path}: {size(sum(file.bytes for file in manifest.files.values()))} for device {manifest.device}")
+    for role, source in manifest.sources.items():
+        print_(f"  {role}: {source.name}, licence {source.license or 'not stated'}")
+    print_(f"  widths {list(manifest.widths)}, context {manifest.context}, drafters {', '.join(manifest.drafters)}")
+    for record in manifest.roles.values():
+        for graph in record.graphs:
+            width = "any width" if graph.width is None else f"width {graph.width}"
+            print_(f"  {graph.file}: {width}, {sum(graph.ops.values())} nodes")
+    table = rich.table.Table("role", "part", "tensors", "checkpoint", "stored", "bytes", "exact")
+    groups = tensor_groups(bundle)
+    for group in groups:
+        exact = "yes" if group.exact else "no"
+        table.add_row(group.role, group.part, str(group.tensors), group.source, group.scheme, size(group.bytes), exact)
+    print_(table)
+    if anew := sorted({group.source for group in groups if group.source not in _PLAIN_TYPES and not group.exact}):
+        print_(f"  {', '.join(anew)}: dequantised and stored anew")

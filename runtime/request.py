@@ -1,0 +1,133 @@
+"""One request to an engine: its stream of tokens and its result."""
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specedge.errors import UsageError
+from specedge.runtime.decode import Round, decode, prefill
+from specedge.runtime.results import FinishReason, Result, Stats, Token
+from specedge.runtime.rules import make_rule
+from specedge.runtime.sample import Sampling
+from specedge.runtime.sampler import Sampler
+from specedge.runtime.shape import TreeShape
+from specedge.runtime.text import Prompt, TextStream
+
+if TYPE_CHECKING:
+    from specedge.runtime.generate import Engine
+
+
+class Stream(Iterator[Token]):
+    """One request: checked when made, run by iterating. Dropping it ends the request, as `close` does."""
+
+    def __init__(self, request: "Request") -> None:
+        self._request = request
+        self._tokens = request.run()
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """End the request; the engine is free for the next one."""
+        self._tokens.close()
+
+    def result(self) -> Result:
+        """What was emitted so far."""
+        return self._request.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a request asks for besides prompt and sampling (`Engine.stream`)."""
+
+    max_new_tokens: int | None
+    stop: Sequence[str]
+    gamma: int | None
+    speculate: bool
+    tree: TreeShape | None
+    rule: str | None
+    log_probabilities: bool
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens: {self.max_new_tokens}, expected 0 or more")
+
+
+class Request:
+    """What a stream runs. It knows nothing of its stream: one that is dropped must not be kept alive by its own generator."""
+
+    def __init__(self, engine: "Engine", prompt: Prompt, sampling: Sampling, options: Options) -> None:
+        self._engine = engine
+        self._prompt = engine.encode(prompt)
+        room = engine.context - len(self._prompt)
+        self._limit = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
+        self._sampler = Sampler(sampling, engine.bundle.manifest.allowed_ids, len(self._prompt))
+        self._scored = options.log_probabilities
+        self._rule = make_rule(options.rule, self._sampler)
+        self._control = engine.new_control(self._rule, options.gamma, options.tree)
+        self._drafter = engine.new_drafter(self._rule, options.speculate)
+        stop = [options.stop] if isinstance(options.stop, str) else options.stop
+        if stop and engine.tokenizer is None:
+            raise UsageError("stop: stop strings need a tokenizer, which the bundle lacks")
+        self._text = TextStream(engine.tokenizer, stop) if engine.tokenizer else None
+        self._ids: list[int] = []
+        self._log_probabilities: list[float] = []
+        self._stats = Stats(prompt_tokens=len(self._prompt))
+        self._written: list[str] = []
+        self._finish_reason: FinishReason = "length"
+
+    def result(self) -> Result:
+        scores = list(self._log_probabilities) if self._scored else None
+        return Result(list(self._ids), "".join(self._written), self._finish_reason, self._stats, scores)
+
+    def run(self) -> Generator[Token]:
+        self._engine.acquire()
+        try:
+            rounds = self._rounds()
+            before = self._engine.graph_seconds  # the prompt's is not the rounds'
+            for index, round_ in enumerate(rounds):
+                burst = self._cut(round_.tokens)
+                self._stats.add(round_, len(burst))
+                self._stats.graph_seconds = self._engine.graph_seconds - before
+                for place, (token, text) in enumerate(burst):
+                    self._ids.append(token)
+                    self._written.append(text)
+                    self._stats.tokens += 1
+                    score = round_.log_probabilities[place] if self._scored else None
+                    self._log_probabilities += [] if score is None else [score]
+                    yield Token(token, text, index, score)
+                if self._finish_reason == "stop":
+                    return
+        finally:
+            self._engine.release()
+
+    def _rounds(self) -> Iterator[Round]:
+        engine = self._engine
+        start = time.perf_counter()
+        prefill(engine.target, self._drafter, self._prompt)
+        self._stats.prefill_seconds = time.perf_counter() - start
+        return decode(
+            engine.target,
+            self._drafter,
+            self._control,
+            self._rule.judge,
+            self._prompt,
+            self._limit,
+            engine.bundle.manifest.eos_ids,
+            self._sampler.log_probability if self._scored else None,
+        )
+
+    def _cut(self, tokens: Sequence[int]) -> list[tuple[int, str]]:
+        """(id, released text) of a burst, up to the token that ends the request."""
+        burst: list[tuple[int, str]] = []
+        for token in tokens:
+            burst.append((token, self._text.push(token) if self._text else ""))
+            if token in self._engine.bundle.manifest.eos_ids or (self._text is not None and self._text.stopped):
+                self._finish_reason = "stop"
+                break
+        ended = self._finish_reason == "stop" or self._stats.tokens + len(burst) == self._limit
+        if self._text and ended:
+            token, text = burst[-1]
+            burst[-1] = (token, text + self._text.finish())
+        return burst

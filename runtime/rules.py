@@ -1,0 +1,175 @@
+"""The rules by name: how a drafter chooses its tokens, and how they are judged, for one request."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from typing import Protocol
+
+from specedge.errors import UsageError
+from specedge.runtime import accept
+from specedge.runtime.accept import Accepted
+from specedge.runtime.law import Law
+from specedge.runtime.philox import Numbers
+from specedge.runtime.sample import Logits, top
+from specedge.runtime.sampler import Sampler
+from specedge.runtime.tree import Laws, Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """Tokens chosen to follow a node, and the law they were drawn from, if by chance."""
+
+    tokens: tuple[int, ...]
+    law: Law | None = None
+
+
+# (the drafter's logits after `history` and `path`, history, path, number of the first child, ranks) -> children, one per rank
+# or fewer
+Choose = Callable[[Logits, Tokens[int], Tokens[int], int, Tokens[int]], Children]
+
+
+class Rows(Protocol):
+    """Logits [V] by number: an array [rows, V], or anything that makes a row when it is asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int, /) -> Logits: ...
+
+
+# (proposal, logits of the verify rows: row 0 the root, row n + 1 node n; history, ending with the root) -> what stays
+Judge = Callable[[Proposal, Rows, Tokens[int]], Accepted]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one request drafts and judges; `chain` says that trees are refused."""
+
+    name: str
+    choose: Choose
+    judge: Judge
+    chain: bool = False
+
+
+RULES = ("token", "block", "recursive", "point-mass", "coupled", "lossy-typical")
+"""Names a request may ask for; greedy requests need none."""
+
+
+def make_rule(name: str | None, sampler: Sampler) -> Rule:
+    """The rule called `name` over the laws of `sampler`; None is `recursive`, which on a chain is the token rule.
+
+    A greedy request follows the target's argmax under every name. Proposals without q (prompt lookup) are point masses under
+    the rules that judge by q.
+
+    Raises:
+        UsageError: There is no such rule.
+    """
+    if name is not None and name not in RULES:
+        raise UsageError(f"rule {name!r}: expected one of {', '.join(RULES)}")
+    if sampler.sampling.greedy:
+        return Rule("greedy", _best(sampler), _greedy(sampler))
+    drawn, best = _drawn(sampler), _best(sampler)
+    match name:
+        case "token":
+            return Rule(name, drawn, _by_q(sampler, accept.accept_token), chain=True)
+        case "block":
+            return Rule(name, drawn, _by_q(sampler, accept.accept_block), chain=True)
+        case "point-mass":
+            return Rule(name, best, _by_p(sampler, accept.accept_point_mass))
+        case "lossy-typical":
+            return Rule(name, best, _by_p(sampler, accept.accept_typical))
+        case "coupled":
+            return Rule(name, _coupled(sampler), _by_p(sampler, accept.accept_coupled))
+    return Rule("recursive", drawn, _by_q(sampler, accept.accept_recursive))
+
+
+def _best(sampler: Sampler) -> Choose:
+    """The drafter's likeliest tokens."""
+
+    def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
+        if max(ranks) == 0:
+            return Children((sampler.best(logits, history, path),))
+        scores = sampler.scores(logits, history, path)
+        sampler.best(logits, history, path)  # refuses NaN
+        likeliest = top(scores, max(ranks) + 1)
+        by_rank = likeliest[(-scores[likeliest]).argsort(kind="stable")]
+        return Children(tuple(int(by_rank[rank]) for rank in ranks if rank < len(by_rank)))
+
+    return choose
+
+
+def _drawn(sampler: Sampler) -> Choose:
+    """Draws from q without replacement."""
+
+    def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
+        numbers = Numbers(sampler.sampling.seed, len(history) - 1)
+        law = sampler.law(logits, history, path)
+        left: Law | None = law
+        tokens: list[int] = []
+        for node in range(first, first + len(ranks)):
+            if tokens:
+                assert left is not None
+                left = left.without(tokens[-1]).normalised()
+                if left is None:
+                    break
+            assert left is not None
+            tokens.append(left.draw(numbers.draft(node)))
+        return Children(tuple(tokens), law)
+
+    return choose
+
+
+def _coupled(sampler: Sampler) -> Choose:
+    """The first to arrive in the race that the target will hold too."""
+
+    def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
+        numbers = Numbers(sampler.sampling.seed, len(history) - 1)
+        law = sampler.law(logits, history, path)
+        return Children(accept.race(law, numbers.noise(len(path), law.ids), len(ranks)))
+
+    return choose
+
+
+def _greedy(sampler: Sampler) -> Judge:
+    def judge(proposal: Proposal, logits: Rows, history: Tokens[int]) -> Accepted:
+        def best(node: int) -> int:
+            path = proposal.tree.path(node)
+            return sampler.best(logits[node + 1], history, path, _position(history, path))
+
+        return accept.accept_greedy(proposal.tree, best)
+
+    return judge
+
+
+def _by_p(sampler: Sampler, rule: Callable[..., Accepted]) -> Judge:
+    def judge(proposal: Proposal, logits: Rows, history: Tokens[int]) -> Accepted:
+        laws = _laws(sampler, proposal, logits, history)
+        return rule(proposal.tree, laws, Numbers(sampler.sampling.seed, len(history) - 1))
+
+    return judge
+
+
+def _by_q(sampler: Sampler, rule: Callable[..., Accepted]) -> Judge:
+    without_q = _by_p(sampler, accept.accept_point_mass)
+
+    def judge(proposal: Proposal, logits: Rows, history: Tokens[int]) -> Accepted:
+        if proposal.q is None:
+            return without_q(proposal, logits, history)
+        laws = _laws(sampler, proposal, logits, history)
+        return rule(proposal.tree, laws, proposal.q, Numbers(sampler.sampling.seed, len(history) - 1))
+
+    return judge
+
+
+def _laws(sampler: Sampler, proposal: Proposal, logits: Rows, history: Tokens[int]) -> Laws:
+    """The target's law after a node, made when it is asked for."""
+    if len(logits) <= len(proposal.tree.tokens):
+        raise ValueError(f"logits: expected a row for the root and {len(proposal.tree.tokens)} nodes, found {len(logits)} rows")
+
+    def law(node: int) -> Law:
+        path = proposal.tree.path(node)
+        return sampler.law(logits[node + 1], history, path, _position(history, path))
+
+    return law
+
+
+def _position(history: Tokens[int], path: Tokens[int]) -> str:
+    return f"logits for position {len(history) + len(path)}"

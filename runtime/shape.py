@@ -1,0 +1,207 @@
+"""The shape of a draft tree before its tokens are known: which nodes there are, and the best one for a measured drafter."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import index
+from pathlib import Path
+
+from specedge.errors import SpecedgeError
+from specedge.runtime.tree import ROOT
+
+Ranks = tuple[int, ...]  # one per depth, down a path
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Nodes 0, 1, ... level by level, each with its parent (-1: the root) and its rank there: 0 is the drafter's first choice.
+
+    A drafter that chooses by score drafts its choice number `rank`; one that draws at random draws as many children as a
+    node has, in order. Drafts may be fewer where a drafter runs out of tokens.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parents) != len(self.ranks) or any(not ROOT <= p < node for node, p in enumerate(self.parents)):
+            raise ValueError(f"tree: expected an earlier parent and a rank per node, found {self.parents} and {self.ranks}")
+        lengths = [len(path) for path in self.paths]
+        if lengths != sorted(lengths):
+            raise ValueError(f"tree: expected nodes level by level, found depths {lengths}")
+
+    @classmethod
+    def chain(cls, gamma: int) -> "TreeShape":
+        """`gamma` nodes, each after the one before."""
+        return _chain(gamma)
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Sequence[int]], top_k: int | None = None, heads: int | None = None) -> "TreeShape":
+        """The shape of the usual list of paths (Cai et al. 2024, "Medusa", arXiv 2401.10774, section 2.1.2).
+
+        Each path names one node by the ranks on the way to it, in any order: [[0], [1], [0, 0]] is a root with two children,
+        the first of which has one. Every prefix of a path must be listed.
+
+        Raises:
+            ValueError: A path is empty, listed twice, not made of ranks in [0, `top_k`), longer than `heads`, or has a
+                prefix that is not listed; the message names it.
+        """
+        known: set[Ranks] = set()
+        for given in paths:
+            path = _checked(given, top_k, heads)
+            if path in known:
+                raise ValueError(f"tree: path {list(path)} is listed twice")
+            known.add(path)
+        ordered = sorted(known, key=lambda path: (len(path), path))
+        nodes: dict[Ranks, int] = {(): ROOT}
+        for node, path in enumerate(ordered):
+            if path[:-1] not in nodes:
+                raise ValueError(f"tree: path {list(path)} needs path {list(path[:-1])}, which is not listed; add it")
+            nodes[path] = node
+        return cls(tuple(nodes[path[:-1]] for path in ordered), tuple(path[-1] for path in ordered))
+
+    @property
+    def paths(self) -> tuple[Ranks, ...]:
+        """The ranks on the way to each node."""
+        paths: list[Ranks] = []
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            paths.append((*(paths[parent] if parent != ROOT else ()), rank))
+        return tuple(paths)
+
+    @property
+    def is_chain(self) -> bool:
+        return self == _chain(len(self.parents))
+
+    @property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of each depth, from 1 on."""
+        return _levels(self)
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest path: tokens that one round may accept."""
+        return len(self.levels)
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """Nodes that follow `node` (-1: the root), by rank."""
+        return tuple(child for child, parent in enumerate(self.parents) if parent == node)
+
+    def within(self, depth: int, nodes: int) -> "TreeShape":
+        """The shape without nodes deeper than `depth`, and of the others the first `nodes`."""
+        return _within(self, max(depth, 0), max(nodes, 0))
+
+
+def read_shape(file: Path) -> TreeShape:
+    """The shape in a JSON file: a list of paths.
+
+    Raises:
+        SpecedgeError: The file cannot be read or its paths are no tree.
+    """
+    try:
+        paths = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths) or not paths:
+            raise ValueError("expected a JSON list of paths such as [[0], [1], [0, 0]]")
+        return TreeShape.from_paths(paths)
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecedgeError(f"{file}: {error}") from None
+
+
+def best_shape(acceptance: Sequence[Sequence[float]], nodes: int) -> TreeShape:
+    """The tree of at most `nodes` nodes that is expected to have most accepted, by dynamic programming.
+
+    `acceptance[depth][rank]` is the chance that, once a node's parent (at `depth`, 0 for the root) is reached, the child of
+    that rank is the one accepted; so a row sums to 1 at most. A node's children have ranks 0, 1, ... without gaps. After
+    Chen et al. 2024, "Sequoia" (arXiv 2402.12374, section 3.1), there with one row for all depths; here each depth has its
+    own, and a depth without a row drafts nothing.
+
+    Raises:
+        ValueError: A chance is not in [0, 1], a row sums to more than 1, or `nodes` is negative.
+    """
+    if nodes < 0:
+        raise ValueError(f"nodes: expected 0 or more, found {nodes}")
+    for depth, row in enumerate(acceptance):
+        if not all(0.0 <= chance <= 1.0 for chance in row) or sum(row) > 1.0 + 1e-9:
+            raise ValueError(f"acceptance[{depth}]: expected chances that sum to 1 at most, found {list(row)}")
+    splits = [[_NO_CHILDREN] * (nodes + 1)]  # [depth][budget]
+    for row in reversed(acceptance):
+        splits.insert(0, _best_splits(row, splits[0], nodes))
+    paths: list[Ranks] = []
+    pending: list[tuple[Ranks, int]] = [((), nodes)]
+    while pending:
+        path, budget = pending.pop()
+        for rank, share in enumerate(splits[len(path)][budget].shares):
+            paths.append((*path, rank))
+            pending.append(((*path, rank), share - 1))
+    return TreeShape.from_paths(paths)
+
+
+def tokens_per_round(shape: TreeShape, acceptance: Sequence[Sequence[float]]) -> float:
+    """Tokens a round is expected to emit: 1 + the sum over nodes of the product of chances along their paths."""
+    chances: list[float] = []
+    for path, parent in zip(shape.paths, shape.parents, strict=True):
+        depth, rank = len(path) - 1, path[-1]
+        known = depth < len(acceptance) and rank < len(acceptance[depth])
+        chances.append((chances[parent] if parent != ROOT else 1.0) * (acceptance[depth][rank] if known else 0.0))
+    return 1.0 + sum(chances)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How a budget of nodes is best shared among the children of a reached node, by rank, and the tokens it then promises."""
+
+    expected: float
+    shares: Ranks
+
+
+_NO_CHILDREN = _Split(0.0, ())
+
+
+def _best_splits(row: Sequence[float], deeper: Sequence[_Split], nodes: int) -> list[_Split]:
+    """The best split for every budget up to `nodes`; `deeper` are the children's own."""
+    best = [_NO_CHILDREN] * (nodes + 1)
+    for chance in reversed(row):  # a child of this rank before the best of those behind it, or none from here on
+        behind, best = best, []
+        for budget in range(nodes + 1):
+            options = [_NO_CHILDREN]
+            for own in range(1, budget + 1):
+                rest = behind[budget - own]
+                options.append(_Split(chance * (1.0 + deeper[own - 1].expected) + rest.expected, (own, *rest.shares)))
+            best.append(max(options, key=lambda split: split.expected))
+    return best
+
+
+def _checked(given: Sequence[int], top_k: int | None, heads: int | None) -> Ranks:
+    try:
+        path = tuple(index(rank) for rank in given)
+        if any(isinstance(rank, bool) for rank in given):
+            raise TypeError
+    except TypeError:
+        raise ValueError(f"tree: path {given!r}: expected a list of ranks") from None
+    if not path:
+        raise ValueError("tree: an empty path; the root itself is not listed")
+    if min(path) < 0 or (top_k is not None and max(path) >= top_k):
+        raise ValueError(f"tree: path {list(path)}: expected ranks from 0 to {'...' if top_k is None else top_k - 1}")
+    if heads is not None and len(path) > heads:
+        raise ValueError(f"tree: path {list(path)} is {len(path)} deep, expected at most {heads}, a head per depth")
+    return path
+
+
+@lru_cache(maxsize=64)
+def _chain(gamma: int) -> TreeShape:
+    return TreeShape(tuple(range(ROOT, gamma - 1)), (0,) * gamma)
+
+
+@lru_cache(maxsize=64)
+def _levels(shape: TreeShape) -> tuple[tuple[int, ...], ...]:
+    levels: list[list[int]] = []
+    for node, path in enumerate(shape.paths):
+        levels += [[]] if len(path) > len(levels) else []
+        levels[len(path) - 1].append(node)
+    return tuple(map(tuple, levels))
+
+
+@lru_cache(maxsize=256)
+def _within(shape: TreeShape, depth: int, nodes: int) -> TreeShape:
+    kept = min(sum(len(level) for level in shape.levels[:depth]), nodes)
+    return TreeShape(shape.parents[:kept], shape.ranks[:kept])
