@@ -54,29 +54,37 @@ def milliseconds(work: Callable[[int], object], repeats: int) -> list[float]:
 
 
 def measure(p: Rows, q: Rows, gamma: int, sampling: Sampling, rule_name: str, repeats: int) -> dict[str, float]:
-    """Median times of a row and of a round under one rule, drafting draws included."""
+    """Median times of a row and of a round under one rule, and of the part of a round that judges drafts made before."""
     sampler = Sampler(sampling, p.shape[1], 1)
     rule = make_rule(None if rule_name == "greedy" else rule_name, sampler)
     history = list(range(100))
 
-    def a_round(index: int) -> int:
-        start = (index * (gamma + 1)) % (len(p) - gamma)
+    def draft(index: int) -> Proposal:
+        start = first_row(index)
         tokens: list[int] = []
         laws: list[Law] = []
         for depth in range(gamma):
             chosen = rule.choose(q[start + depth], history, tokens, depth, [0])
             tokens += chosen.tokens
             laws += [chosen.law] if chosen.law else []
-        proposal = Proposal(TokenTree.chain(tokens), (lambda node: laws[node + 1]) if laws else None)
-        return len(rule.judge(proposal, p[start : start + gamma + 1], history).nodes)
+        return Proposal(TokenTree.chain(tokens), (lambda node: laws[node + 1]) if laws else None)
 
-    accepted = [a_round(index) for index in range(repeats)]
-    rounds = milliseconds(a_round, repeats)
+    def first_row(index: int) -> int:
+        return (index * (gamma + 1)) % (len(p) - gamma)
+
+    def judge(index: int, proposal: Proposal) -> int:
+        return len(rule.judge(proposal, p[first_row(index) :][: gamma + 1], history).nodes)
+
+    proposals = [draft(index) for index in range(repeats)]
+    accepted = [judge(index, proposal) for index, proposal in enumerate(proposals)]
+    judged = milliseconds(lambda index: judge(index, proposals[index]), repeats)
+    rounds = milliseconds(lambda index: judge(index, draft(index)), repeats)
     rows = milliseconds(lambda index: sampler.law(p[index % len(p)], history), repeats)
     kept = [len(sampler.law(row, history).ids) for row in p]
     return {
         "row_ms": median(rows),
         "round_ms": median(rounds),
+        "judge_ms": median(judged),
         "accepted": float(np.mean(accepted)),
         "kept_ids": median(kept),
     }
@@ -101,8 +109,8 @@ def main(
         sampling = Sampling() if rule == "greedy" else Sampling(temperature, top_p=top_p, seed=1)
         results[rule] = found = measure(p, q, gamma, sampling, rule, repeats)
         click.echo(
-            f"{rule:>10}: {found['row_ms']:.2f} ms a row, {found['round_ms']:.2f} ms a round, "
-            f"{found['accepted']:.1f} of {gamma} accepted, {found['kept_ids']:.0f} ids kept of a row"
+            f"{rule:>10}: {found['row_ms']:.2f} ms a row, {found['round_ms']:.2f} ms a round ({found['judge_ms']:.2f} of them "
+            f"to judge it), {found['accepted']:.1f} of {gamma} accepted, {found['kept_ids']:.0f} ids kept of a row"
         )
     if json_file is not None:
         environment = {"machine": platform.machine(), "cpus": os.cpu_count(), "numpy": np.__version__}

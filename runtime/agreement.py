@@ -57,7 +57,7 @@ def width_agreement(engine: Engine, ids: Sequence[int]) -> dict[int, float]:
 
 
 def tree_rows(engine: Engine, ids: Sequence[int], shape: TreeShape) -> tuple[Logits, Logits]:
-    """Logits [rows, allowed] on paths of a tree, and of one-token steps after the same text.
+    """Logits [rows, allowed] on paths of a tree, and of one-token steps after the same text; no rows where it does not fit.
 
     The text lies on each of the tree's paths in turn and all other nodes carry other tokens: what these may change is only
     the order of sums.
@@ -65,9 +65,10 @@ def tree_rows(engine: Engine, ids: Sequence[int], shape: TreeShape) -> tuple[Log
     target, allowed = engine.target, engine.bundle.manifest.allowed_ids
     single = walk(target, ids, 1)[:, :allowed]
     leaves = [node for node in range(len(shape.parents)) if not shape.children(node)]
-    found, expected = [], []
+    none = np.zeros((0, allowed), np.float32)
+    found, expected = [none], [none]
     target.truncate(0)
-    for start in range(len(ids) - shape.depth):
+    for start in range(min(len(ids) - shape.depth, target.role.context - len(shape.parents))):
         tree, path = _with_path(shape, leaves[start % len(leaves)], ids[start + 1 :], allowed)
         rows = [0, *(node + 1 for node in path)]
         found.append(target.step([ids[start], *tree.tokens], tree)[rows, :allowed])
@@ -79,7 +80,7 @@ def tree_rows(engine: Engine, ids: Sequence[int], shape: TreeShape) -> tuple[Log
 def tree_agreement(engine: Engine, ids: Sequence[int], shape: TreeShape) -> float:
     """Max |logit difference| of `tree_rows`; NaN if there is one."""
     found, expected = tree_rows(engine, ids, shape)
-    return float(np.abs(found - expected).max())
+    return float(np.abs(found - expected).max(initial=0.0))
 
 
 def _with_path(shape: TreeShape, leaf: int, text: Sequence[int], allowed: int) -> tuple[TokenTree, list[int]]:

@@ -15,6 +15,8 @@ from specedge.runtime.results import Outcome, Stats
 from specedge.runtime.sample import Sampling
 from specedge.runtime.shape import TreeShape
 
+_COMPARED = 64  # tokens over which wide steps and trees are compared with one-token steps
+
 
 @dataclass(slots=True)
 class _Totals:
@@ -87,7 +89,8 @@ def bench(
     for speculate in (False, True):
         engine.generate(list(first), Sampling(), 8, gamma=gamma, speculate=speculate, tree=tree)
     shape = engine.default_tree if tree is None and gamma is None else tree
-    tie = 2 * agreement_of(engine, list(first)[:64], shape)
+    text = (list(first) * _COMPARED)[: min(_COMPARED, engine.context)]
+    tie = 2 * agreement_of(engine, text, shape)
     return {
         name: _compare(engine, name, prompts, max_new_tokens, gamma, tree, repeats, tie, progress)
         for name, prompts in prompt_sets.items()

@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 import bundles
 from specedge.runtime import Engine, Sampling, load
-from specedge.runtime.results import Nodes, Stats
+from specedge.runtime.results import Outcome, Stats
 from specedge.runtime.rules import RULES
 from specedge.runtime.shape import TreeShape
 from tiny import Array, f_chain, f_rand, random_chain
@@ -94,7 +94,7 @@ class Pairs:
 
     counts: Array = field(default_factory=lambda: np.zeros((VOCAB, VOCAB)))
     first: Counter[tuple[int, int]] = field(default_factory=Counter)  # (drafted, accepted)
-    outcomes: Counter[tuple[Nodes, Nodes]] = field(default_factory=Counter)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
 
 
 def first_two(
@@ -181,7 +181,7 @@ def test_penalties_are_part_of_the_law(engines: dict[str, Engine]) -> None:
         law: Array = np.exp(logits) / np.exp(logits).sum()
         return law
 
-    penalties = {"repetition_penalty": 0.5, "frequency_penalty": -0.5, "presence_penalty": -1.0}
+    penalties: dict[str, Any] = {"repetition_penalty": 0.5, "frequency_penalty": -0.5, "presence_penalty": -1.0}
     pairs = first_two(engines["draft"], [START], "recursive", TREE, temperature=1.0, **penalties)
     joint = law_after()[:, None] * np.stack([law_after(token) for token in range(VOCAB)])
     assert chi_square(pairs.counts, joint) > 0.001

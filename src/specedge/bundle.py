@@ -204,11 +204,12 @@ def sha256(path: Path) -> str:
 def _check_values(manifest: Manifest, where: str) -> None:
     """Numbers and lists that the runtime divides by, indexes or relies on."""
     target = manifest.roles.get("target")
-    if target is None:
-        raise SpecedgeError(f"{where}: roles: no target among {', '.join(manifest.roles)}; convert the model again")
+    if target is None or not target.graphs:
+        raise SpecedgeError(f"{where}: roles: no target with graphs among {', '.join(manifest.roles)}; convert the model again")
     wrong = {
         "drafters": not manifest.drafters or ("draft" in manifest.drafters and "draft" not in manifest.roles),
         "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths) < 1,
+        "tree": not _is_tree(manifest.tree) or len(manifest.tree) >= target.widest,
         "allowed_ids (roles.target.vocab_size)": not 1 <= manifest.allowed_ids <= target.vocab_size,
     }
     for name, role in manifest.roles.items():
@@ -222,6 +223,12 @@ def _check_values(manifest: Manifest, where: str) -> None:
     for key, is_wrong in wrong.items():
         if is_wrong:
             raise SpecedgeError(f"{where}: {key} contradicts the rest of the manifest; convert the model again")
+
+
+def _is_tree(paths: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether these are different paths of ranks, each one's beginning among them."""
+    known = {(), *paths}
+    return len(known) == len(paths) + 1 and all(path[:-1] in known and min(path) >= 0 for path in paths if path)
 
 
 def _resolve(folder: Path, name: str) -> Path:
