@@ -1,28 +1,19 @@
 """A model to export, whatever it comes as: a Hugging Face folder, a hub id or a GGUF file."""
 
-import re
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from transformers import PreTrainedModel
 
 from specedge.errors import SpecedgeError
 from specedge.export.families import DecoderConfig
 from specedge.export.gguf_checkpoint import open_gguf
+from specedge.export.hub import download, folder_name, is_hub_id
 from specedge.export.safetensors_checkpoint import open_folder
 from specedge.quant.pack import Quantized
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "README.md")
 
 
@@ -85,37 +76,9 @@ def open_checkpoint(model: str) -> Checkpoint:
     """
     path = Path(model)
     if path.is_dir():
-        return open_folder(path, _folder_name(path))
+        return open_folder(path, folder_name(path))
     if path.is_file():
         return open_gguf(path, path.name)
-    if _HUB_ID.fullmatch(model) and not model.startswith(".") and path.suffix not in (".gguf", ".safetensors"):
-        return open_folder(_download(model), model.rpartition("/")[2])
+    if is_hub_id(model):
+        return open_folder(download(model, _HUB_FILES), model.rpartition("/")[2])
     raise SpecedgeError(f"{model}: no such file or folder, and no hub id (OWNER/NAME)")
-
-
-def _folder_name(folder: Path) -> str:
-    """The folder's name; in a hub cache (models--OWNER--NAME/snapshots/REVISION) the repository's."""
-    folder = folder.absolute()
-    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
-        return folder.parent.parent.name.rpartition("--")[2]
-    return folder.resolve().name if folder.name in ("", "..") else folder.name
-
-
-def _download(repository: str) -> Path:
-    try:
-        return Path(snapshot_download(repository, allow_patterns=list(_HUB_FILES), ignore_patterns=["*/*", "consolidated*"]))
-    except GatedRepoError as error:
-        raise SpecedgeError(
-            f"{repository}: a gated repository; accept its terms on the hub and log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise SpecedgeError(f"{repository}: no such folder here, and no such repository on the hub") from error
-    except LocalEntryNotFoundError as error:
-        raise SpecedgeError(
-            f"{repository}: no such folder here, not in the hub cache, and the hub cannot be reached (offline); "
-            "connect once, or give a folder"
-        ) from error
-    except HFValidationError as error:
-        raise SpecedgeError(f"{repository}: no such folder here, and no valid hub id") from error
-    except HfHubHTTPError as error:
-        raise SpecedgeError(f"{repository}: the hub refused it: {' '.join(str(error).split())}") from error

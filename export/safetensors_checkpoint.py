@@ -87,7 +87,7 @@ def open_folder(folder: Path, name: str) -> SafetensorsCheckpoint:
     bos_ids = tokenizer.special_ids("bos_token") if tokenizer else ()
     return SafetensorsCheckpoint(
         name=name,
-        license=_read_license(folder / "README.md"),
+        license=read_license(folder / "README.md"),
         config=config,
         eos_ids=_chosen_ids(folder, "eos_token_id") or (tokenizer.special_ids("eos_token") if tokenizer else ()),
         bos_id=next(iter(bos_ids or _chosen_ids(folder, "bos_token_id")), None),
@@ -204,7 +204,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_license(readme: Path) -> str | None:
+def read_license(readme: Path) -> str | None:
     """The `license:` line of a model card's front matter."""
     if not readme.is_file():
         return None

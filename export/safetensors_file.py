@@ -20,6 +20,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }  # numpy has no bfloat16
+_INTEGERS: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "BOOL": np.dtype("?")}
 _LONGEST_HEADER = 100_000_000  # the limit of the reference implementation
 _LENGTH = 8  # bytes of the little-endian header length that starts the file
 _COMPARED = 1 << 24  # values compared at a time: tied matrices can be gigabytes
@@ -27,7 +28,7 @@ _COMPARED = 1 << 24  # values compared at a time: tied matrices can be gigabytes
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies; `start` counts from the beginning of the file."""
+    """Where one tensor lies; `start` counts from the beginning of the file. Only `read_header` may admit integers."""
 
     path: Path
     name: str
@@ -37,12 +38,9 @@ class StoredTensor:
     end: int
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise SpecedgeError(
-                f"{self.path}: {self.name}: dtype {self.dtype} is not supported, expected one of {', '.join(_DTYPES)}; "
-                "use the checkpoint that is not quantised"
-            )
-        expected = math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+        if self.dtype not in (known := _DTYPES | _INTEGERS):
+            raise _unsupported(self.path, self.name, self.dtype)
+        expected = math.prod(self.shape) * known[self.dtype].itemsize
         if self.end - self.start != expected:
             raise SpecedgeError(
                 f"{self.path}: {self.name}: {self.dtype} {self.shape} takes {expected} bytes, the header gives it "
@@ -50,8 +48,8 @@ class StoredTensor:
             )
 
     def read(self, first: int = 0, count: int | None = None) -> Float32:
-        """The values as float32, flat if only some are asked for."""
-        dtype = _DTYPES[self.dtype]
+        """The values as float32 (exact for integers below 2^24), flat if only some are asked for."""
+        dtype = (_DTYPES | _INTEGERS)[self.dtype]
         wanted = math.prod(self.shape) if count is None else count
         raw = np.fromfile(self.path, dtype, wanted, offset=self.start + first * dtype.itemsize)
         if self.dtype == "BF16":  # the upper half of a float32
@@ -72,10 +70,11 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path, integers: bool = False) -> dict[str, StoredTensor]:
     """The tensors of a file whose header and size are consistent: no gap, overlap, cut or trailing byte.
 
-    Reads the header only. Raises a `SpecedgeError` with path, size and the likely cause.
+    Reads the header only; `integers` says whether there may be tensors of them. Raises a `SpecedgeError` with path, size and
+    the likely cause.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -92,6 +91,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, size, f"its header is not valid ({error})", "not a safetensors file, or damaged") from error
+    for tensor in tensors:
+        if tensor.dtype in _INTEGERS and not integers:
+            raise _unsupported(path, tensor.name, tensor.dtype)
     _check_layout(path, size, _LENGTH + header_size, tensors)
     return {tensor.name: tensor for tensor in tensors}
 
@@ -130,6 +132,13 @@ def _check_layout(path: Path, size: int, data: int, tensors: list[StoredTensor])
         raise _damaged(path, size, f"its header promises {position} bytes", "an interrupted download")
     if size > position:
         raise _damaged(path, size, f"{size - position} bytes after the last tensor", "a damaged or concatenated file")
+
+
+def _unsupported(path: Path, name: str, dtype: str) -> SpecedgeError:
+    return SpecedgeError(
+        f"{path}: {name}: dtype {dtype} is not supported, expected one of {', '.join(_DTYPES)}; "
+        "use the checkpoint that is not quantised"
+    )
 
 
 def _damaged(path: Path, size: int, found: str, cause: str) -> SpecedgeError:

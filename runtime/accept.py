@@ -1,8 +1,8 @@
 """The acceptance rules, as pure functions: which drafted tokens stay, and the one more token that follows them.
 
 In all of them `p` and `q` give the target's and the drafter's law after a node (-1: the root), and are asked only for nodes
-that are reached: rows off the path are never normalised. `numbers` are the round's. What each rule keeps exactly is proved in
-tests/test_runtime_accept.py by integration over the numbers.
+that are reached: rows off the path are never normalised. `numbers` are the round's. What each rule keeps exactly is shown by
+integration over the numbers in tests/test_runtime_accept.py, test_runtime_block.py and test_runtime_coupled.py.
 """
 
 from collections.abc import Callable
@@ -211,7 +211,7 @@ def _need_chain(tree: TokenTree, rule: str) -> None:
 
 
 def _checked(law: ArrayLike, where: str) -> Law:
-    values = np.asarray(law, dtype=np.float64)
+    values = np.array(law, dtype=np.float64)  # a copy: what comes out is never the caller's own array
     if not values.min() >= 0.0:  # NaN fails as well
         first = int((~(values >= 0.0)).argmax())
         raise ValueError(f"{where}: expected probabilities, found {values[first]} at id {first}")

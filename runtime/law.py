@@ -41,11 +41,16 @@ class Law:
         return self.on(_first_ids(vocabulary))
 
     def at(self, token: int) -> float:
-        """The probability of one token."""
-        if self._is_dense:
-            return float(self.p[token]) if token < len(self.p) else 0.0
-        index = int(self.ids.searchsorted(token))
-        return float(self.p[index]) if index < len(self.ids) and self.ids[index] == token else 0.0
+        """The probability of one token.
+
+        Raises:
+            ValueError: It is NaN.
+        """
+        index = token if self._is_dense else int(self.ids.searchsorted(token))
+        found = float(self.p[index]) if index < len(self.ids) and self.ids[index] == token else 0.0
+        if math.isnan(found):
+            raise ValueError(f"law: expected probabilities, found nan at id {token}")
+        return found
 
     def on(self, ids: Ids) -> Floats:
         """The probabilities of `ids`, ascending."""

@@ -130,6 +130,8 @@ def _coupled(sampler: Sampler) -> Choose:
 
 def _greedy(sampler: Sampler) -> Judge:
     def judge(proposal: Proposal, logits: Rows, history: Tokens[int]) -> Accepted:
+        _check_rows(proposal, logits)
+
         def best(node: int) -> int:
             path = proposal.tree.path(node)
             return sampler.best(logits[node + 1], history, path, _position(history, path))
@@ -161,14 +163,19 @@ def _by_q(sampler: Sampler, rule: Callable[..., Accepted]) -> Judge:
 
 def _laws(sampler: Sampler, proposal: Proposal, logits: Rows, history: Tokens[int]) -> Laws:
     """The target's law after a node, made when it is asked for."""
-    if len(logits) <= len(proposal.tree.tokens):
-        raise ValueError(f"logits: expected a row for the root and {len(proposal.tree.tokens)} nodes, found {len(logits)} rows")
+    _check_rows(proposal, logits)
 
     def law(node: int) -> Law:
         path = proposal.tree.path(node)
         return sampler.law(logits[node + 1], history, path, _position(history, path))
 
     return law
+
+
+def _check_rows(proposal: Proposal, logits: Rows) -> None:
+    nodes = len(proposal.tree.tokens)
+    if len(logits) <= nodes:
+        raise ValueError(f"logits: expected a row for the root and {nodes} nodes, found {len(logits)} rows")
 
 
 def _position(history: Tokens[int], path: Tokens[int]) -> str:

@@ -222,3 +222,12 @@ def test_what_the_block_rule_cannot_judge_is_refused():
         accept_block(TokenTree((0, 1), (ROOT, ROOT)), lambda node: even, lambda node: even, Numbers(0, 0))
     with pytest.raises(ValueError, match="q after node 0: expected q > 0 for the drafted token 1"):
         verdict((0, 1), [[0.5, 0.5]] * 3, [[0.5, 0.5], [1.0, 0.0]], LAST)
+
+
+@pytest.mark.parametrize("where", ["p", "q"])
+def test_nan_is_refused(where: str):  # B44
+    """Though min(1, NaN) would be 1."""
+    even, damaged = Law.of([0.5, 0.5]), Law.of([np.nan, 0.5])
+    laws = {"p": even, "q": even, where: damaged}
+    with pytest.raises(ValueError, match="nan at id 0"):
+        accept_block(TokenTree.chain([0]), lambda node: laws["p"], lambda node: laws["q"], Numbers(0, 0))

@@ -372,7 +372,8 @@ def test_what_a_rule_cannot_judge_is_refused(name: str):
         rule.judge(Proposal(TokenTree.chain([1]), lambda node: Law.of([1.0, 0.0])), [row] * 2, PROMPT)
 
 
+@pytest.mark.parametrize("sampling", [DRAWN, Sampling()])
 @pytest.mark.parametrize("name", RULES)
-def test_every_node_needs_a_row(name: str):
+def test_every_node_needs_a_row(name: str, sampling: Sampling):
     with pytest.raises(ValueError, match="2 nodes, found 2 rows"):
-        rule_of(name, DRAWN, 2).judge(Proposal(TokenTree.chain([1, 1])), [logits_of(0.5, 0.5)] * 2, PROMPT)
+        rule_of(name, sampling, 2).judge(Proposal(TokenTree.chain([1, 1])), [logits_of(0.5, 0.5)] * 2, PROMPT)

@@ -1,0 +1,169 @@
+"""Medusa heads: their checkpoint, recognised by its tensors (Cai et al. 2024, arXiv 2401.10774)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specedge.errors import SpecedgeError
+from specedge.export.head_files import HeadFiles, open_head
+from specedge.export.tensors import first_of
+
+_PREFIXES = ("medusa_head.", "medusa_heads.")
+# One pattern per published naming; `layer` of an LM head is the place behind the head's blocks.
+_BLOCK = re.compile(
+    r"(?P<head>\d+)\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)|"
+    r"blocks\.(?P<head2>\d+)\.layers\.(?P<layer2>\d+)\.(?P<part2>weight|bias)"
+)
+_LM_HEAD = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.weight|lm_heads\.(?P<head2>\d+)\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """What Medusa heads compute: `layers` times x + silu(W x + b), then a matrix of the vocabulary.
+
+    All heads read the target's hidden state after its final norm; head i drafts the token i + 2 places on. Without `own_head`
+    that matrix is the target's LM head.
+    """
+
+    heads: int
+    layers: int
+    hidden: int
+    vocab_size: int
+    bias: bool
+    own_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaCheckpoint:
+    """Open heads, checked; their tensors by canonical names such as heads.0.layers.0.weight and heads.0.lm_head.weight."""
+
+    files: HeadFiles
+    config: MedusaConfig
+    names: Mapping[str, str]
+    notes: tuple[str, ...]
+    """What the settings say otherwise than the tensors, which count."""
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """The values of a canonical name, read now.
+
+        Raises:
+            SpecedgeError: A value is NaN or infinite.
+        """
+        return self.files.read(self.names[name])
+
+    def stored_type(self, name: str) -> str:
+        return self.files.tensors[self.names[name]].dtype
+
+
+def open_medusa(source: str, hidden: int, vocab_size: int) -> MedusaCheckpoint:
+    """Open heads for a target of this hidden size and vocabulary; their number is counted from the tensors.
+
+    Raises:
+        SpecedgeError: Tensors are missing, misshapen or unknown, or the settings promise more heads than there are.
+    """
+    files = open_head(source)
+    names = _canonical_names(files)
+    config = _count(files, names, hidden, vocab_size)
+    for name, shape in _expected(config).items():
+        if name not in names:
+            raise SpecedgeError(
+                f"{files.path}: missing tensor: {_published(name, config)}, expected from {config.heads} heads "
+                f"of {config.layers} layers; download the heads again"
+            )
+        found = files.tensors[names[name]].shape
+        if found != shape:
+            raise SpecedgeError(
+                f"{files.path}: {names[name]}: expected shape {shape} from the target's hidden size {hidden} and vocabulary "
+                f"{vocab_size}, found {found}; these heads are not for this target"
+            )
+    return MedusaCheckpoint(files, config, names, _notes(files, config))
+
+
+def _canonical_names(files: HeadFiles) -> dict[str, str]:
+    """Canonical name -> name in the file; a name of no known kind is refused."""
+    prefix = next((prefix for prefix in _PREFIXES if all(name.startswith(prefix) for name in files.tensors)), "")
+    names: dict[str, str] = {}
+    unknown = []
+    for name in files.tensors:
+        bare = name.removeprefix(prefix)
+        if block := _BLOCK.fullmatch(bare):
+            canonical = "heads.{}.layers.{}.{}".format(*_groups(block, "head", "layer", "part"))
+        elif head := _LM_HEAD.fullmatch(bare):
+            canonical = "heads.{}.lm_head.weight".format(*_groups(head, "head"))
+        else:
+            unknown.append(name)
+            continue
+        if canonical in names:
+            raise SpecedgeError(f"{files.path}: {names[canonical]} and {name} are the same tensor by two names")
+        names[canonical] = name
+    if unknown:
+        raise SpecedgeError(f"{files.path}: unused tensor: {first_of(unknown)}; Medusa heads have no place for it")
+    return names
+
+
+def _groups(match: re.Match[str], *wanted: str) -> list[str]:
+    return [match.group(name) or match.group(f"{name}2") for name in wanted]
+
+
+def _count(files: HeadFiles, names: Mapping[str, str], hidden: int, vocab_size: int) -> MedusaConfig:
+    """Heads and layers as the tensors show them, or as the settings promise if that is more."""
+    blocks = [tuple(map(int, re.findall(r"\d+", name))) for name in names if ".layers." in name]
+    if not blocks:
+        raise SpecedgeError(
+            f"{files.path}: no Medusa heads: expected tensors such as 0.0.linear.weight, found {first_of(files.tensors)}"
+        )
+    heads = 1 + max(int(name.split(".")[1]) for name in names)
+    layers = 1 + max(layer for _, layer in blocks)
+    return MedusaConfig(
+        heads=max(heads, _promised(files, "heads") or 0),
+        layers=max(layers, _promised(files, "layers") or 0),
+        hidden=hidden,
+        vocab_size=vocab_size,
+        bias=any(name.endswith(".bias") for name in names),
+        own_head=any(name.endswith("lm_head.weight") for name in names),
+    )
+
+
+def _promised(files: HeadFiles, what: str) -> int | None:
+    """The number of heads or layers that the settings name, under any of its published keys."""
+    nested: Any = files.settings.get("medusa")
+    places = [files.settings, nested if isinstance(nested, dict) else {}]
+    for key in (f"medusa_num_{what}", f"num_medusa_{what}"):
+        for settings in places:
+            value = settings.get(key)
+            if value is not None and (type(value) is not int or value < 1):
+                raise SpecedgeError(f"{files.path.parent / 'config.json'}: {key}: expected a positive integer, found {value!r}")
+            if value is not None:
+                return int(value)
+    return None
+
+
+def _expected(config: MedusaConfig) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(config.heads):
+        for layer in range(config.layers):
+            shapes[f"heads.{head}.layers.{layer}.weight"] = (config.hidden, config.hidden)
+            if config.bias:
+                shapes[f"heads.{head}.layers.{layer}.bias"] = (config.hidden,)
+        if config.own_head:
+            shapes[f"heads.{head}.lm_head.weight"] = (config.vocab_size, config.hidden)
+    return shapes
+
+
+def _published(name: str, config: MedusaConfig) -> str:
+    """A canonical name as the original layout spells it, for an error message."""
+    _, head, kind, *rest = name.split(".")
+    return f"{head}.{config.layers}.weight" if kind == "lm_head" else f"{head}.{rest[0]}.linear.{rest[1]}"
+
+
+def _notes(files: HeadFiles, config: MedusaConfig) -> tuple[str, ...]:
+    found = {"heads": config.heads, "layers": config.layers}
+    return tuple(
+        f"{files.path.parent / 'config.json'}: promises {promised} {what}, {files.path.name} holds {found[what]}: all are used"
+        for what in found
+        if (promised := _promised(files, what)) not in (None, found[what])
+    )
