@@ -46,6 +46,7 @@ def fetch_command(name: str) -> None:
 @click.argument("model")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The bundle to write.")
 @click.option("--draft", help="A draft model of the same vocabulary.")
+@click.option("--medusa", help="Medusa heads for this model: a folder, a file of tensors or a hub id.")
 @click.option("--lookup", is_flag=True, help="Draft by prompt lookup only; every bundle can do that.")
 @click.option("--device", default="cpu", show_default=True, help="Row of the device table.")
 @click.option("--gamma", type=click.IntRange(min=1), help="Verify this many drafts: widths 1 and gamma + 1.")
@@ -81,6 +82,7 @@ def convert_command(
     model: str,
     output: Path,
     draft: str | None,
+    medusa: str | None,
     lookup: bool,
     device: str,
     gamma: int | None,
@@ -97,8 +99,8 @@ def convert_command(
     json_file: str | None,
 ) -> None:
     """Convert MODEL (a GGUF file, a Hugging Face folder or a hub id) and its drafter into a bundle."""
-    if draft and lookup:
-        raise UsageError("--lookup: means no other drafter; leave out --lookup or --draft")
+    if lookup and (draft or medusa):
+        raise UsageError(f"--lookup: means no other drafter; leave out --lookup or --{'draft' if draft else 'medusa'}")
     if gamma is not None and widths is not None:
         raise UsageError("--widths: says what --gamma would; give one of them")
     new_grid = [name for name, given in (("--group", group), ("--asymmetric", asymmetric)) if given]
@@ -112,6 +114,7 @@ def convert_command(
         model=model,
         output=output,
         draft=draft,
+        medusa=medusa,
         device=device,
         widths=_widths(widths) if gamma is None else (1, gamma + 1),
         context=context,

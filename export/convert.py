@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge import bundle as bundles
-from specedge.bundle import Bundle, File, Graph, KVLayout, Manifest, Role, Rope, Source, Weight
+from specedge.bundle import Bundle, File, Graph, Head, KVLayout, Manifest, Role, Rope, Source, Weight
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
@@ -19,6 +19,7 @@ from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.decoder import IN_PLACE_SPARE, padded_head_dim
 from specedge.export.families import joined_layers, tensor_names
 from specedge.export.lower import lower
+from specedge.export.medusa import MedusaCheckpoint, open_medusa
 from specedge.export.output import new_folder
 from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.export.weights import Stored, WeightWriter
@@ -44,6 +45,7 @@ class Request:
     model: str
     output: Path
     draft: str | None = None
+    medusa: str | None = None
     device: str = "cpu"
     widths: tuple[int, ...] | None = None  # the device's own
     context: int | None = None  # 1024, or fewer where a model was made for fewer
@@ -61,8 +63,10 @@ class Request:
             raise UsageError(f"chunk {self.chunk}: expected a positive number of tokens")
         if self.widths is not None and min(self.widths, default=0) < 1:
             raise UsageError(f"widths {self.widths}: expected positive numbers")
-        if self.tree and self.draft is None:
-            raise UsageError("tree: prompt lookup drafts chains only; give a --draft model or leave the tree out")
+        if self.draft and self.medusa:
+            raise UsageError("medusa: a bundle has one drafter beside prompt lookup; leave out --medusa or --draft")
+        if self.tree and not (self.draft or self.medusa):
+            raise UsageError("tree: prompt lookup drafts chains only; give --draft or --medusa or leave the tree out")
         if "float16" in (self.body, self.head) and self.body != self.head:
             raise UsageError(
                 f"weights {self.body} with head weights {self.head}: fp16 is a whole graph's type; use it for both"
@@ -83,6 +87,9 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     device = get_device(request.device)
     target = open_checkpoint(request.model)
     draft = open_checkpoint(request.draft) if request.draft else None
+    medusa = open_medusa(request.medusa, target.config.hidden, target.config.vocab_size) if request.medusa else None
+    if medusa and (deepest := max(map(len, request.tree), default=0)) > medusa.config.heads:
+        raise UsageError(f"tree: {deepest} deep, expected at most {medusa.config.heads}, a head per depth")
     context = _context(request, [checkpoint for checkpoint in (target, draft) if checkpoint])
     verify = _widths(request, device, context)
     with new_folder(request.output, request.force) as folder:
@@ -92,21 +99,25 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             _check_vocabulary(folder, has_tokenizer, target, draft)
             widths = _draft_widths(request.tree, context)
             roles["draft"] = _write_role("draft", draft, folder, device, widths, context, request, progress)
-        roles["target"] = _write_role("target", target, folder, device, verify, context, request, progress)
+        hidden = medusa is not None
+        roles["target"] = _write_role("target", target, folder, device, verify, context, request, progress, hidden)
+        heads = {"medusa": _write_medusa(medusa, folder, roles["target"], device, request, progress)} if medusa else {}
+        own = [name for name, there in (("draft", draft), ("medusa", medusa)) if there]
         vocab = target.config.vocab_size
         manifest = Manifest(
             schema=bundles.SCHEMA,
             tools={name: version(name) for name in ("specedge", *_TOOLS)},
-            sources={role: Source(c.name, c.license) for role, c in (("target", target), ("draft", draft)) if c},
+            sources=_sources(target, draft, medusa),
             device=device.name,
             widths=tuple(verify),
             context=context,
             allowed_ids=min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab,
             eos_ids=target.eos_ids,
             bos_id=target.bos_id,
-            drafters=("draft", "lookup") if draft else ("lookup",),
+            drafters=(*own, "lookup"),
             tree=request.tree,
             roles=roles,
+            heads=heads,
             files=_hash_files(folder),
         )
         (folder / bundles.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
@@ -122,8 +133,9 @@ def _write_role(
     context: int,
     request: Request,
     progress: Progress,
+    hidden: bool = False,
 ) -> Role:
-    """Write one model's weight file and graphs into `folder/role`."""
+    """Write one model's weight file and graphs into `folder/role`; with `hidden` they give what feeds a draft head."""
     config, place = checkpoint.config, folder / role
     place.mkdir()
     weights = _write_weights(role, checkpoint, place / WEIGHT_FILE, request, progress)
@@ -132,7 +144,7 @@ def _write_role(
     steps = sorted({*widths, chunk}) if device.static else [None]
     progress(f"{role}: graphs", 0, len(steps))
     for done, width in enumerate(steps, 1):
-        model = to_onnx.trace(config, device.form, width, context, request.dtype)
+        model = to_onnx.trace(config, device.form, width, context, request.dtype, hidden)
         lower(model, {weight.name: weight for weight in weights}, WEIGHT_FILE, device)
         file = "step.onnx" if width is None else f"step_{width}.onnx"
         to_onnx.write(model, place / file)
@@ -153,6 +165,50 @@ def _write_role(
         weights=tuple(weights),
         graphs=tuple(graphs),
     )
+
+
+def _write_medusa(
+    medusa: MedusaCheckpoint, folder: Path, target: Role, device: Device, request: Request, progress: Progress
+) -> Head:
+    """Write heads' weights into `folder/medusa` and their graph beside it, where it reaches the target's weights too."""
+    config, place = medusa.config, folder / "medusa"
+    place.mkdir()
+    shapes = medusa.shapes
+    weights: list[Weight] = []
+    progress("medusa: weights", 0, len(shapes))
+    with WeightWriter(place / WEIGHT_FILE) as writer:
+        for name, shape in shapes.items():
+            values, form = medusa.tensor(name), _form(name, shape, request)
+            stored = round_to_nearest(values, form) if isinstance(form, Scheme) else _as_float(name, values, form)
+            exact = stored.equals(values) if isinstance(stored, Quantized) else np.array_equal(stored, values)
+            weights += writer.add([Stored(name, stored, medusa.stored_type(name), exact)])
+            progress("medusa: weights", len(weights), len(shapes))
+    by_name = {weight.name: weight for weight in weights}
+    elsewhere: dict[str, str] = {}
+    if not config.own_head:
+        shared = {weight.name: weight for weight in target.weights}
+        head = shared.get("lm_head.weight") or shared["embed_tokens.weight"]
+        by_name["lm_head.weight"] = head
+        elsewhere[head.name] = target.weight_file
+    progress("medusa: graphs", 0, 1)
+    model = to_onnx.trace_medusa(config, request.dtype)
+    lower(model, by_name, f"medusa/{WEIGHT_FILE}", device, elsewhere)
+    to_onnx.write(model, folder / "medusa.onnx")
+    progress("medusa: graphs", 1, 1)
+    return Head(
+        kind="medusa",
+        depth=config.heads,
+        hidden=config.hidden,
+        vocab_size=config.vocab_size,
+        weight_file=f"medusa/{WEIGHT_FILE}",
+        weights=tuple(weights),
+        graph=to_onnx.describe(model, "medusa.onnx", 1),
+    )
+
+
+def _sources(target: Checkpoint, draft: Checkpoint | None, medusa: MedusaCheckpoint | None) -> dict[str, Source]:
+    sources = {role: Source(c.name, c.license) for role, c in (("target", target), ("draft", draft)) if c}
+    return sources | ({"medusa": Source(medusa.files.name, medusa.files.license)} if medusa else {})
 
 
 def _write_weights(role: str, checkpoint: Checkpoint, path: Path, request: Request, progress: Progress) -> list[Weight]:
@@ -189,7 +245,7 @@ def _store(name: str, checkpoint: Checkpoint, form: Scheme | str, keep: bool) ->
 def _form(name: str, shape: tuple[int, ...], request: Request) -> Scheme | str:
     if len(shape) == 1:
         return request.dtype
-    return request.head if name in ("embed_tokens.weight", "lm_head.weight") else request.body
+    return request.head if name == "embed_tokens.weight" or name.endswith("lm_head.weight") else request.body
 
 
 def _as_float(name: str, values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.generic]:

@@ -160,12 +160,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A step: token ids in, logits and the new (or present) KV columns out (docs/contract.md).
 
-    Parameter names are the canonical tensor names of `families.tensor_names`.
+    Parameter names are the canonical tensor names of `families.tensor_names`. With `hidden` there is one more output, what
+    feeds lm_head [1, T, H]: a draft head reads it.
     """
 
-    def __init__(self, config: DecoderConfig, form: Form, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: DecoderConfig, form: Form, dtype: torch.dtype = torch.float32, hidden: bool = False) -> None:
         super().__init__()
-        self.config, self.form = config, form
+        self.config, self.form, self.hidden = config, form, hidden
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, form, dtype) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.rms_eps, dtype)
@@ -181,7 +182,7 @@ class Decoder(nn.Module):
         attention_bias: Tensor,  # [1, 1, T, C + T] in the delta form, [1, 1, T, L + T] in place
         past: list[KV],
         lengths: tuple[Tensor, ...] = (),  # in place: seqlens_k = L + T - 1, total_sequence_length = L + T, logits_rows [R]
-    ) -> tuple[Tensor, list[KV]]:
+    ) -> tuple[Tensor, list[KV]] | tuple[Tensor, Tensor, list[KV]]:
         step = Step(rope_cos, rope_sin, attention_bias)
         step = _in_place(step, self.config, lengths[:2]) if self.form == "in-place" else _delta(step, self.config)
         x = self.embed_tokens(input_ids)
@@ -189,10 +190,9 @@ class Decoder(nn.Module):
         for block, kv in zip(self.layers, past, strict=True):
             x, new = block(x, step, kv)
             columns.append(new)
-        x = self.norm(x)
-        if self.form == "in-place":
-            x = x.index_select(1, lengths[2])
-        return self.lm_head(x), columns
+        hidden = self.norm(x)
+        logits = self.lm_head(hidden.index_select(1, lengths[2]) if self.form == "in-place" else hidden)
+        return (logits, hidden, columns) if self.hidden else (logits, columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,16 @@ from specedge.quant.scheme import Scheme
 _CONTRIB = "com.microsoft"
 
 
-def lower(model: ir.Model, weights: Mapping[str, Weight], location: str, device: Device) -> None:
+def lower(
+    model: ir.Model,
+    weights: Mapping[str, Weight],
+    location: str,
+    device: Device,
+    elsewhere: Mapping[str, str] | None = None,
+) -> None:
     """Turn every weight input of a traced graph into initialisers in the file `location`, and its readers into kernels.
+
+    `elsewhere` names the files of weights that lie in another one.
 
     A linear layer arrives as MatMul(x, Transpose(W)) and leaves as MatMulNBits or FusedMatMul, layers joined by a Concat
     as one of them where their weights lie side by side; an embedding arrives as Gather(W, ids) and leaves as
@@ -25,7 +33,7 @@ def lower(model: ir.Model, weights: Mapping[str, Weight], location: str, device:
     names = [name for name in inputs if name in weights]
     for name in names:
         graph.inputs.remove(inputs[name])
-    attach = _Attach(graph, location, device.accuracy_level)
+    attach = _Attach(graph, location, device.accuracy_level, elsewhere or {})
     for product in list(_products(graph, weights)):
         attach.product(product)
     _remove_unused(graph)
@@ -76,8 +84,9 @@ def _product(value: ir.Value | None, weights: Mapping[str, Weight]) -> _Product 
 class _Attach:
     """Writes kernels into a graph; initialisers, and sums of an input over blocks, are made once and shared."""
 
-    def __init__(self, graph: ir.Graph, location: str, accuracy_level: int) -> None:
+    def __init__(self, graph: ir.Graph, location: str, accuracy_level: int, elsewhere: Mapping[str, str]) -> None:
         self._graph, self._location, self._accuracy_level = graph, location, accuracy_level
+        self._elsewhere = elsewhere
         self._sums: dict[ir.Value, ir.Value] = {}
 
     def product(self, product: _Product) -> None:
@@ -159,7 +168,8 @@ class _Attach:
 
     def _initializer(self, weight: Weight, part: str, shape: tuple[int, ...], view: str = "") -> ir.Value:
         name = weight.name if part == "values" else f"{weight.name}.{part}{view}"
-        return self._constant(name, _external(name, weight.parts[part], shape, self._location))
+        location = self._elsewhere.get(weight.name, self._location)
+        return self._constant(name, _external(name, weight.parts[part], shape, location))
 
     def _shape(self, *numbers: int) -> ir.Value:
         """A constant vector of int64."""

@@ -1,4 +1,4 @@
-"""Medusa heads: their checkpoint, recognised by its tensors (Cai et al. 2024, arXiv 2401.10774)."""
+"""Medusa heads: what they compute, and their checkpoint, recognised by its tensors (Cai et al. 2024, arXiv 2401.10774)."""
 
 import re
 from collections.abc import Mapping
@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from specedge.errors import SpecedgeError
+from specedge.export.decoder import Linear
 from specedge.export.head_files import HeadFiles, open_head
 from specedge.export.tensors import first_of
 
@@ -37,6 +41,35 @@ class MedusaConfig:
     own_head: bool
 
 
+class Medusa(nn.Module):
+    """The target's hidden state in, logits of every head out.
+
+    Parameters have the canonical names of `MedusaCheckpoint`; without heads' own matrices, `lm_head.weight` is the target's.
+    """
+
+    def __init__(self, config: MedusaConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(_Head(config, dtype) for _ in range(config.heads))
+        self.lm_head = None if config.own_head else Linear(config.hidden, config.vocab_size, False, dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [1, 1, H] -> [heads, V]
+        rows = torch.cat([head(hidden) for head in self.heads], 1)
+        logits: Tensor = (rows if self.lm_head is None else self.lm_head(rows))[0]
+        return logits
+
+
+class _Head(nn.Module):
+    def __init__(self, config: MedusaConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Linear(config.hidden, config.hidden, config.bias, dtype) for _ in range(config.layers))
+        self.lm_head = Linear(config.hidden, config.vocab_size, False, dtype) if config.own_head else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x if self.lm_head is None else self.lm_head(x)
+
+
 @dataclass(frozen=True, slots=True)
 class MedusaCheckpoint:
     """Open heads, checked; their tensors by canonical names such as heads.0.layers.0.weight and heads.0.lm_head.weight."""
@@ -46,6 +79,11 @@ class MedusaCheckpoint:
     names: Mapping[str, str]
     notes: tuple[str, ...]
     """What the settings say otherwise than the tensors, which count."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name -> shape, head after head."""
+        return _expected(self.config)
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
         """The values of a canonical name, read now.

@@ -1,4 +1,4 @@
-"""The decoder as an ONNX graph: traced without weights, then written beside its weight file."""
+"""Decoder and heads as ONNX graphs: traced without weights, then written beside its weight file."""
 
 import contextlib
 import dataclasses
@@ -21,19 +21,20 @@ from specedge.bundle import Graph, TensorSpec
 from specedge.devices.device import Form
 from specedge.export.decoder import IN_PLACE_SPARE, Decoder, padded_head_dim
 from specedge.export.families import DecoderConfig
+from specedge.export.medusa import Medusa, MedusaConfig
 
 OPSET = 23  # the first with RMSNormalization
 _TYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str) -> bytes:
+def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, hidden: bool) -> bytes:
     """Serialised step graph whose weights are still graph inputs, named as in the checkpoint.
 
     Traced on fake tensors, so a model of any size costs no memory; the cache serves a draft shaped like its target.
     """
     with FakeTensorMode(), _quiet():
-        model = Decoder(config, form, _TYPES[dtype]).eval()
+        model = Decoder(config, form, _TYPES[dtype], hidden).eval()
         inputs, symbols = _example(config, form, width, context, _TYPES[dtype])
         kv = [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
         past, new = "past_", "present_" if form == "in-place" else "new_"
@@ -49,27 +50,54 @@ def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, d
                 *(past + name for name in kv),
                 *lengths,
             ],
-            output_names=["logits", *(new + name for name in kv)],
+            output_names=["logits", *["hidden"] * hidden, *(new + name for name in kv)],
             dynamic_shapes=symbols,
             opset_version=OPSET,
             dynamo=True,
             optimize=False,
             verbose=False,
         )
+    return _finish(program, model, config.tied)
+
+
+@functools.lru_cache(maxsize=8)
+def _trace_medusa(config: MedusaConfig, dtype: str) -> bytes:
+    with FakeTensorMode(), _quiet():
+        model = Medusa(config, _TYPES[dtype]).eval()
+        program = torch.onnx.export(
+            model,
+            (torch.empty(1, 1, config.hidden, dtype=_TYPES[dtype]),),
+            input_names=["hidden"],
+            output_names=["head_logits"],
+            opset_version=OPSET,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+    return _finish(program, model, tied=False)
+
+
+def _finish(program: torch.onnx.ONNXProgram | None, model: torch.nn.Module, tied: bool) -> bytes:
+    """The graph of a traced model, its weights turned into inputs."""
     assert program is not None
-    model_ir = program.model
-    _weights_to_inputs(model_ir, {name for name, _ in model.named_parameters(remove_duplicate=False)}, config.tied)
-    onnxscript.optimizer.optimize_ir(model_ir)
-    model_ir.producer_name, model_ir.producer_version = "specedge", ""
-    _strip(model_ir)
-    serialised: bytes = ir.to_proto(model_ir).SerializeToString()
+    graph = program.model
+    _weights_to_inputs(graph, {name for name, _ in model.named_parameters(remove_duplicate=False)}, tied)
+    onnxscript.optimizer.optimize_ir(graph)
+    graph.producer_name, graph.producer_version = "specedge", ""
+    _strip(graph)
+    serialised: bytes = ir.to_proto(graph).SerializeToString()
     return serialised
 
 
-def trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str) -> ir.Model:
+def trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, hidden: bool = False) -> ir.Model:
     """The step graph of `width` (None: symbolic) as IR, its weights still inputs; a fresh copy each time."""
     config = dataclasses.replace(config, inv_freq=(0.0,) * len(config.inv_freq), rope_scaling=1.0)  # the host's matter
-    return ir.from_proto(onnx.load(io.BytesIO(_trace(config, form, width, context, dtype))))
+    return ir.from_proto(onnx.load(io.BytesIO(_trace(config, form, width, context, dtype, hidden))))
+
+
+def trace_medusa(config: MedusaConfig, dtype: str) -> ir.Model:
+    """The graph of all heads, likewise."""
+    return ir.from_proto(onnx.load(io.BytesIO(_trace_medusa(config, dtype))))
 
 
 def write(model: ir.Model, path: Path) -> None:

@@ -20,9 +20,9 @@ from specedge.progress import Progress, silent
 from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, Agreement, compare_greedy, tree_rows, walk, width_agreement
 from specedge.runtime.generate import Engine, load
 from specedge.runtime.model import Model
-from specedge.runtime.model import Sequence as ModelSequence
 from specedge.runtime.prompts import CHAT, PROSE
 from specedge.runtime.sample import Sampling
+from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.shape import TreeShape
 
 # Largest |logit difference| of a float graph to transformers, and of a wide step to one-token steps.

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.runtime.generate import Engine
-from specedge.runtime.model import Sequence as ModelSequence
 from specedge.runtime.sample import Sampling
+from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.tree import ROOT, TokenTree
 

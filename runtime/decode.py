@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from specedge.runtime.control import Control
 from specedge.runtime.drafters import Drafter
-from specedge.runtime.model import Sequence
 from specedge.runtime.rules import Judge
 from specedge.runtime.sample import Logits
+from specedge.runtime.sequence import Sequence
 from specedge.runtime.tree import ROOT, TokenTree
 
 
@@ -34,6 +34,8 @@ def prefill(target: Sequence, drafter: Drafter, prompt: Tokens[int]) -> None:
     target.truncate(0)
     target.prefill(prompt[:-1])
     drafter.begin(prompt)
+    if len(prompt) > 1:
+        drafter.learn(target, -1)
 
 
 def decode(
@@ -65,6 +67,7 @@ def decode(
         tokens = path[: next((index + 1 for index, token in enumerate(path) if token in stop_ids), len(path))]
         rows = [0, *(node + 1 for node in accepted.nodes)][: len(tokens)]  # each gave the token that follows it
         target.commit(rows)
+        drafter.learn(target, rows[-1])
         scores = (
             [log_probability(logits[row], token) for row, token in zip(rows, tokens, strict=True)] if log_probability else ()
         )

@@ -1,17 +1,21 @@
 """What proposes tokens: the Drafter protocol and its kinds, prompt lookup, a draft model and nothing at all."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from specedge.runtime.heads import MedusaHeads
 from specedge.runtime.law import Law
-from specedge.runtime.model import Sequence
 from specedge.runtime.rules import Choose
 from specedge.runtime.sample import Logits
+from specedge.runtime.sequence import Sequence
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.tree import ROOT, Proposal, TokenTree
 
+MAX_NODES = 1 << 30  # no limit of a drafter's own
 NOTHING = Proposal(TokenTree.chain([]))  # made once: between two steps every line of Python runs from cold caches
 
 
@@ -23,6 +27,9 @@ class Drafter(Protocol):
 
     def room(self, length: int) -> int:
         """How many tokens can be drafted after a text of `length`."""
+
+    def learn(self, target: Sequence, row: int) -> None:
+        """The target predicted the root in this row of its last step, which was committed: its hidden states can be read."""
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         """Tokens to follow `history`: a tree of this shape, or a part of it; a drafter of chains takes its depth."""
@@ -36,6 +43,9 @@ class NoDrafter:
 
     def room(self, length: int) -> int:
         return 0
+
+    def learn(self, target: Sequence, row: int) -> None:
+        return
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         return NOTHING
@@ -60,6 +70,9 @@ class LookupDrafter:
 
     def room(self, length: int) -> int:
         return len(self._ids) - length
+
+    def learn(self, target: Sequence, row: int) -> None:
+        return
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         self._extend(history)
@@ -89,6 +102,71 @@ class LookupDrafter:
         return 0, 0
 
 
+def draft_tree(
+    history: Tokens[int],
+    shape: TreeShape,
+    choose: Choose,
+    after_root: Logits,
+    grow: Callable[[TokenTree, Tokens[int]], Tokens[Logits]],
+) -> Proposal:
+    """A tree of `shape`, level by level; `grow` gives the drafter's logits after nodes of the last level made.
+
+    It is smaller where the rule finds no more tokens for a node.
+    """
+    rows: dict[int, Logits] = {ROOT: after_root}
+    laws: dict[int, Law | None] = {}
+    drafted = {ROOT: ROOT}  # node of the shape -> node of the tree
+    tree = TokenTree.chain([])
+    for level in shape.levels:
+        tokens, parents = list(tree.tokens), list(tree.parents)
+        for parent in sorted({shape.parents[node] for node in level} & drafted.keys()):
+            wanted, node = shape.children(parent), drafted[parent]
+            ranks = [shape.ranks[child] for child in wanted]
+            chosen = choose(rows[node], history, tree.path(node), len(tokens), ranks)
+            laws[node] = chosen.law
+            for child, token in zip(wanted, chosen.tokens, strict=False):
+                drafted[child] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+        tree = TokenTree(tuple(tokens), tuple(parents))
+        inner = [drafted[node] for node in level if node in drafted and shape.children(node)]
+        if inner:
+            rows = dict(zip(inner, grow(tree, inner), strict=True))
+    drawn = {node: law for node, law in laws.items() if law is not None}
+    return Proposal(tree, drawn.__getitem__ if drawn else None)
+
+
+class MedusaDrafter:
+    """Medusa heads: every token of a proposal from one hidden state of the target, in one call (`heads.MedusaHeads`).
+
+    What a head drafts does not depend on the tokens drafted before it, so all nodes of a level have the same logits.
+    """
+
+    def __init__(self, heads: MedusaHeads, choose: Choose) -> None:
+        self._heads, self._choose = heads, choose
+        self._hidden: NDArray[np.float32] | None = None
+
+    def begin(self, prompt: Tokens[int]) -> None:
+        self._hidden = None  # a prompt of one token has none before the first round
+
+    def room(self, length: int) -> int:
+        return MAX_NODES
+
+    def learn(self, target: Sequence, row: int) -> None:
+        self._hidden = target.hidden(row)
+
+    def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
+        shape = shape.within(self._heads.head.depth, len(shape.parents))
+        if self._hidden is None or not shape.parents:
+            return NOTHING
+        levels = self._heads.logits(self._hidden)
+
+        def grow(tree: TokenTree, nodes: Tokens[int]) -> list[Logits]:
+            return [levels[tree.depths[node + 1]] for node in nodes]
+
+        return draft_tree(history, shape, self._choose, levels[0], grow)
+
+
 class DraftModel:
     """A smaller model of the same vocabulary, level by level down the tree; `choose` is the rule's.
 
@@ -113,37 +191,21 @@ class DraftModel:
     def room(self, length: int) -> int:
         return max(self._sequence.role.context - length + 1, 0)
 
+    def learn(self, target: Sequence, row: int) -> None:
+        return
+
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         if not shape.parents:
             return NOTHING
         self._rewind(history)
-        rows: dict[int, Logits] = {ROOT: self._take_in(history)}
-        laws: dict[int, Law | None] = {}
-        drafted = {ROOT: ROOT}  # node of the shape -> node of the tree
-        tree = TokenTree.chain([])
-        for level in shape.levels:
-            tokens, parents = list(tree.tokens), list(tree.parents)
-            for parent in sorted({shape.parents[node] for node in level} & drafted.keys()):
-                wanted, node = shape.children(parent), drafted[parent]
-                ranks = [shape.ranks[child] for child in wanted]
-                chosen = self._choose(rows[node], history, tree.path(node), len(tokens), ranks)
-                laws[node] = chosen.law
-                for child, token in zip(wanted, chosen.tokens, strict=False):
-                    drafted[child] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-            self._tree = tree = TokenTree(tuple(tokens), tuple(parents))
-            inner = [drafted[node] for node in level if node in drafted and shape.children(node)]
-            rows = dict(zip(inner, self._grow(inner), strict=True))
-        drawn = {node: law for node, law in laws.items() if law is not None}
-        return Proposal(tree, drawn.__getitem__ if drawn else None)
+        return draft_tree(history, shape, self._choose, self._take_in(history), self._grow)
 
     def _rewind(self, history: Tokens[int]) -> None:
         """Keep the columns of what was emitted, short of the root, whose logits are always wanted."""
         path = self._tree.follow(history[self._settled : len(history) - 1])
         columns = [self._fed.index(node) for node in path if node in self._fed]
         self._sequence.keep(self._settled, columns)
-        self._fed = []
+        self._tree, self._fed = TokenTree.chain([]), []
 
     def _take_in(self, history: Tokens[int]) -> Logits:
         """Feed the rest of the text; the logits after the root."""
@@ -152,8 +214,9 @@ class DraftModel:
         self._settled = len(history)
         return row
 
-    def _grow(self, nodes: Tokens[int]) -> list[Logits]:
+    def _grow(self, tree: TokenTree, nodes: Tokens[int]) -> list[Logits]:
         """Feed these nodes, whose parents are in the cache; the logits after each."""
+        self._tree = tree
         rows: list[Logits] = []
         depths, visible, widest = self._tree.depths, self._tree.visible, self._sequence.widest
         for start in range(0, len(nodes), widest):

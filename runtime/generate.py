@@ -11,7 +11,8 @@ from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime.control import Adaptive, Control, Fixed
-from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDrafter
+from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, MedusaDrafter, NoDrafter
+from specedge.runtime.heads import MedusaHeads
 from specedge.runtime.model import Model
 from specedge.runtime.request import Options, Request, Stream
 from specedge.runtime.results import Result
@@ -20,7 +21,7 @@ from specedge.runtime.sample import Sampling
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.text import Prompt, Tokenizer
 
-_DRAFTERS = ("draft", "lookup")
+_DRAFTERS = ("draft", "medusa", "lookup")
 
 
 class Engine:
@@ -45,8 +46,9 @@ class Engine:
             raise SpecedgeError(f"{bundle.path}: drafter {self.drafter_name!r}: this version runs {', '.join(_DRAFTERS)}")
         self.tokenizer = Tokenizer(bundle) if "tokenizer.json" in manifest.files else None
         models = [Model(bundle, "target", device, threads, prepare)]
-        if self.drafter_name == "draft":
+        if self._drafts("draft"):
             models.append(Model(bundle, "draft", draft_device, threads, prepare))
+        self._heads = MedusaHeads(bundle, manifest.heads["medusa"], draft_device, threads) if self._drafts("medusa") else None
         self.weight_files = sorted(set().union(*(model.weight_files for model in models)))
         self.target = models[0].sequence()
         self._draft = models[1].sequence() if models[1:] else None
@@ -54,8 +56,11 @@ class Engine:
 
     @property
     def graph_seconds(self) -> float:
-        """Time spent inside the graphs of target and draft so far."""
-        return self.target.graph_seconds + (self._draft.graph_seconds if self._draft else 0.0)
+        """Time spent inside the graphs of target and drafter so far."""
+        return self.target.graph_seconds + sum(drafter.graph_seconds for drafter in (self._draft, self._heads) if drafter)
+
+    def _drafts(self, name: str) -> bool:
+        return self.drafter_name == name
 
     @property
     def context(self) -> int:
@@ -112,7 +117,12 @@ class Engine:
     def default_tree(self) -> TreeShape | None:
         """What is drafted unless a request says otherwise: the bundle's tree, if its drafter can draft one."""
         paths = self.bundle.manifest.tree
-        return TreeShape.from_paths(paths) if paths and self._draft is not None else None
+        return TreeShape.from_paths(paths) if paths and self._branches else None
+
+    @property
+    def _branches(self) -> bool:
+        """Whether the drafter can draft more than a chain."""
+        return not self._drafts("lookup")
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any of its three forms, checked."""
@@ -151,24 +161,30 @@ class Engine:
             return NoDrafter()
         if self._draft is not None:
             return DraftModel(self._draft, rule.choose)
+        if self._heads is not None:
+            return MedusaDrafter(self._heads, rule.choose)
         return LookupDrafter(self.context)
 
     def new_control(self, rule: Rule, gamma: int | None = None, tree: TreeShape | None = None) -> Control:
         """Who chooses what one request drafts."""
         widest = self.target.widest
+        deepest = self._heads.head.depth if self._heads else widest - 1
         if gamma is not None and tree is not None:
             raise UsageError("tree and gamma: a tree says what is drafted; give one of them")
         if gamma is not None:
-            if not 0 <= gamma < widest:
-                raise UsageError(f"gamma {gamma}: expected 0..{widest - 1}, the drafts this bundle can verify; or convert anew")
+            if not 0 <= gamma <= min(widest - 1, deepest):
+                most = f"{min(widest - 1, deepest)}, the drafts this bundle can {'verify' if deepest >= widest - 1 else 'make'}"
+                raise UsageError(f"gamma {gamma}: expected 0..{most}; or convert anew")
             return Fixed(TreeShape.chain(gamma))
-        if tree is not None and self._draft is None and not tree.is_chain:
+        if tree is not None and not self._branches and not tree.is_chain:
             raise UsageError(
                 f"tree: drafter {self.drafter_name!r} drafts chains only; leave the tree out or convert with --draft"
             )
         tree = tree or (None if rule.chain else self.default_tree)
         if tree is None:
-            return Adaptive(self._step_cost, self._draft_cost(), max(self.bundle.manifest.widths))
+            return Adaptive(self._step_cost, self._draft_cost(), min(max(self.bundle.manifest.widths), deepest + 1))
+        if tree.depth > deepest:
+            raise UsageError(f"tree: {tree.depth} deep, expected at most {deepest}, the drafts this bundle can make in a row")
         if rule.chain and not tree.is_chain:
             raise UsageError(f"rule {rule.name!r}: judges chains only, the tree branches; use recursive")
         if len(tree.parents) >= widest:
@@ -183,9 +199,10 @@ class Engine:
         return self.device.cost(min(widths, default=width))
 
     def _draft_cost(self) -> float:
-        if self._draft is None:
-            return 0.0
-        return self._draft.role.stored_bytes / self.target.role.stored_bytes
+        """Time of one drafted token over a step of width 1, as far as the bytes tell that both read."""
+        if self._heads is not None:
+            return self._heads.head.stored_bytes / self._heads.head.depth / self.target.role.stored_bytes
+        return self._draft.role.stored_bytes / self.target.role.stored_bytes if self._draft else 0.0
 
     def acquire(self) -> None:
         if not self._busy.acquire(blocking=False):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import bundles
 from specedge.bundle import KVLayout, open_bundle
 from specedge.devices.table import get_device
-from specedge.runtime import model as models
 from specedge.runtime.cache import KVCache
+from specedge.runtime.model import Model
+from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.tree import ROOT, TokenTree
 from tiny import Array, f_rand, hf_logits
 
@@ -177,11 +178,11 @@ PATH = (0, 3, 5)  # 43, 79, 28
 
 
 @pytest.fixture(scope="module", params=["cpu", "cpu-static"])
-def sequence(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> models.Sequence:
+def sequence(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSequence:
     place = tmp_path_factory.mktemp("cache")
     f_rand(place / "model", eos_token_id=None)
     path = bundles.make(place / "model", place / "bundle", device=request.param, widths=(1, 4), context=128)
-    return models.Model(open_bundle(path), "target", get_device(request.param), 1).sequence()
+    return Model(open_bundle(path), "target", get_device(request.param), 1).sequence()
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +195,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...],
     return {text: hf_logits(model, text)[-1] for text in texts}
 
 
-def test_a_tree_is_all_its_branches_at_once(sequence: models.Sequence, reference: dict[tuple[int, ...], Array]) -> None:
+def test_a_tree_is_all_its_branches_at_once(sequence: ModelSequence, reference: dict[tuple[int, ...], Array]) -> None:
     sequence.truncate(0)
     sequence.prefill(TEXT[:-1])
     rows = sequence.step([TEXT[-1], *TREE.tokens], TREE)
@@ -202,7 +203,7 @@ def test_a_tree_is_all_its_branches_at_once(sequence: models.Sequence, reference
     assert sequence.length == len(TEXT) - 1
 
 
-def test_after_a_tree_the_text_is_the_path_that_was_kept(sequence: models.Sequence) -> None:
+def test_after_a_tree_the_text_is_the_path_that_was_kept(sequence: ModelSequence) -> None:
     model = f_rand(Path(), save=False, eos_token_id=None)
     sequence.truncate(0)
     sequence.prefill(TEXT[:-1])
@@ -218,7 +219,7 @@ def test_after_a_tree_the_text_is_the_path_that_was_kept(sequence: models.Sequen
 
 
 def test_a_tree_fed_piece_by_piece_is_the_tree_fed_at_once(
-    sequence: models.Sequence, reference: dict[tuple[int, ...], Array]
+    sequence: ModelSequence, reference: dict[tuple[int, ...], Array]
 ) -> None:
     """Nodes that are in the cache already are masked like those of the step; afterwards a path of them stays as text."""
     sequence.truncate(0)
@@ -238,7 +239,7 @@ def test_a_tree_fed_piece_by_piece_is_the_tree_fed_at_once(
     np.testing.assert_allclose(sequence.step([5])[0], hf_logits(model, kept)[-1], atol=1e-4)
 
 
-def test_a_step_commits_nothing_by_itself(sequence: models.Sequence) -> None:
+def test_a_step_commits_nothing_by_itself(sequence: ModelSequence) -> None:
     sequence.truncate(0)
     sequence.prefill(TEXT)
     first = sequence.step([5, 6, 7]).copy()
@@ -247,7 +248,7 @@ def test_a_step_commits_nothing_by_itself(sequence: models.Sequence) -> None:
     np.testing.assert_array_equal(sequence.step([5, 6, 7]), first)
 
 
-def test_steps_that_do_not_fit_are_refused(sequence: models.Sequence) -> None:
+def test_steps_that_do_not_fit_are_refused(sequence: ModelSequence) -> None:
     sequence.truncate(0)
     with pytest.raises(ValueError, match="wider than the widest graph, 8"):
         sequence.step([3] * 9)

@@ -26,9 +26,10 @@ from specedge.runtime import Engine, Result, Sampling, load
 from specedge.runtime.control import Fixed
 from specedge.runtime.decode import Round, decode, prefill
 from specedge.runtime.drafters import DraftModel
-from specedge.runtime.model import Logits, Model
+from specedge.runtime.model import Model
 from specedge.runtime.rules import Children, Rule, make_rule
 from specedge.runtime.sampler import Sampler
+from specedge.runtime.sequence import Logits
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.text import Prompt
 from specedge.runtime.tree import ROOT, Proposal

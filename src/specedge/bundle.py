@@ -109,6 +109,27 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """A draft head that reads the target's `hidden` output: `depth` tokens far at most, of `vocab_size` ids.
+
+    Its graph lies at the top of the bundle, beside the folders of the weights it reads: its own and the target's.
+    """
+
+    kind: str
+    depth: int
+    hidden: int
+    vocab_size: int
+    weight_file: str
+    weights: tuple[Weight, ...]
+    graph: Graph
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its own that a call reads."""
+        return sum(extent.bytes for weight in self.weights for extent in weight.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
 class File:
     """Size and SHA-256 of a file that convert wrote."""
 
@@ -143,6 +164,7 @@ class Manifest:
     drafters: tuple[str, ...]
     tree: tuple[tuple[int, ...], ...]
     roles: dict[str, Role]
+    heads: dict[str, Head]
     files: dict[str, File]
 
     def to_json(self) -> str:
@@ -220,6 +242,11 @@ def _check_values(manifest: Manifest, where: str) -> None:
             role.weight_file not in manifest.files or end > manifest.files[role.weight_file].bytes
         )
         wrong[f"roles.{name}.graphs"] = not all(graph.file in manifest.files for graph in role.graphs)
+    for name, head in manifest.heads.items():
+        hidden = [spec.shape[-1] for graph in target.graphs for spec in graph.outputs if spec.name == "hidden"]
+        wrong[f"heads.{name}.hidden"] = not hidden or set(hidden) != {head.hidden}
+        wrong[f"heads.{name}.depth"] = head.depth < 1
+        wrong[f"heads.{name}.graph"] = head.graph.file not in manifest.files or head.weight_file not in manifest.files
     for key, is_wrong in wrong.items():
         if is_wrong:
             raise SpecedgeError(f"{where}: {key} contradicts the rest of the manifest; convert the model again")

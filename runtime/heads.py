@@ -1,0 +1,33 @@
+"""Medusa heads opened on a device: the target's hidden state in, logits of every head out, in one call."""
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from specedge.bundle import Bundle, Head
+from specedge.devices.device import Device
+from specedge.runtime.session import Session
+
+
+class MedusaHeads:
+    """The graph of all heads, and the buffers it reads and writes."""
+
+    def __init__(self, bundle: Bundle, head: Head, device: Device, threads: int | None = None) -> None:
+        self.head = head
+        dtype = head.graph.inputs[0].dtype
+        self._hidden = np.zeros((1, 1, head.hidden), dtype)
+        self._logits = np.zeros((head.depth, head.vocab_size), dtype)
+        self._binding = Session(bundle.file(head.graph.file), head.graph, device, threads).bind()
+        self._binding.input("hidden", self._hidden)
+        self._binding.output("head_logits", self._logits)
+        self.graph_seconds = 0.0
+        """Time spent inside the graph so far."""
+
+    def logits(self, hidden: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
+        """[depth, V] from the hidden state [H] that the root was predicted from: row d drafts d + 1 places behind the root."""
+        self._hidden[0, 0] = hidden
+        start = time.perf_counter()
+        self._binding.run()
+        self.graph_seconds += time.perf_counter() - start
+        return self._logits.astype(np.float32, copy=False)

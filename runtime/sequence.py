@@ -1,0 +1,127 @@
+"""The cache of one text, and steps that extend it, whatever the form of the graph."""
+
+import time
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+import numpy.typing as npt
+
+from specedge.bundle import Role
+from specedge.runtime.cache import KVCache
+from specedge.runtime.session import Binding
+from specedge.runtime.tree import TokenTree
+
+Array = npt.NDArray[np.generic]
+Logits = npt.NDArray[np.float32]
+Positions = slice | npt.NDArray[np.integer]  # rows of the rope tables
+
+
+class Sequence:
+    """The cache of one text, and steps that extend it. Logits are views, valid until the next step."""
+
+    def __init__(self, role: Role, tables: Array) -> None:
+        self.role = role
+        self._tables = tables
+        self._cache = KVCache(self.role.kv, self.role.context)
+        self._chain = np.where(np.tri(self.widest, dtype=bool), 0, self.role.mask_value).astype(role.kv.dtype)
+        self._in_order = np.arange(self.widest)
+        self._places = self._in_order  # where each row of the last step was fed
+        self._fed = 0  # rows of the last step
+        sizes = [spec.shape[-1] for graph in role.graphs for spec in graph.outputs if spec.name == "hidden"]
+        self._hidden_size = int(sizes[0]) if sizes else None
+        self.graph_seconds = 0.0
+        """Time spent inside graphs so far; the rest of a step is the host's."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return self._cache.length
+
+    def hidden(self, row: int) -> npt.NDArray[np.float32]:
+        """What fed the head [H] in this row of the last step (-1: its last); only where the graph gives it out."""
+        found: npt.NDArray[np.float32] = self._hidden_rows()[self._places[: self._fed][row]].astype(np.float32)
+        return found
+
+    def _hidden_rows(self) -> Array:
+        """[T, H] of the last step, as it was fed."""
+        raise NotImplementedError
+
+    @property
+    def widest(self) -> int:
+        """Most tokens one step takes."""
+        return self.role.widest
+
+    def truncate(self, length: int) -> None:
+        self._cache.truncate(length)
+
+    def prefill(self, ids: Tokens[int]) -> Logits | None:
+        """Feed and commit all of `ids` in chunks; the logits row [V] of the last one, None for no ids."""
+        row = None
+        for start in range(0, len(ids), self.role.chunk):
+            chunk = ids[start : start + self.role.chunk]
+            row = self._feed_chain(chunk, first_row=len(chunk) - 1)[0]
+            self.commit(range(len(chunk)))
+        return row
+
+    def step(self, ids: Tokens[int], tree: TokenTree | None = None) -> Logits:
+        """Logits [len(ids), V] after each of `ids`, nothing committed: a chain, or a root with its `tree`."""
+        if tree is None or tree.is_chain:
+            return self._feed_chain(ids, first_row=0)
+        self._check_room(len(ids))
+        order = self._feeding_order(tree)
+        mask = np.where(tree.visible[np.ix_(order, order)], 0, self.role.mask_value)
+        self._places = np.argsort(order)
+        positions = self.length + np.asarray(tree.depths)[order]
+        return self._run([ids[row] for row in order], positions, mask, self._places)
+
+    def grow(self, ids: Tokens[int], positions: Tokens[int], sees: npt.NDArray[np.bool_]) -> Logits:
+        """Feed and commit nodes of a tree part of which is in the cache already; logits [T, V] after each of `ids`.
+
+        `sees` [T, columns + T] says which of the last `columns` committed columns and of the new ones a node looks at; it looks
+        at everything before them. `positions` are absolute.
+        """
+        self._check_room(len(ids))
+        mask = np.where(sees, 0, self.role.mask_value)
+        self._places = self._in_order
+        logits = self._run(ids, np.asarray(positions), mask, self._in_order[: len(ids)])
+        self.commit(range(len(ids)))
+        return logits
+
+    def keep(self, start: int, columns: Tokens[int]) -> None:
+        """Of the columns from `start` on keep only these, counted from there, ascending; the text ends behind them."""
+        self._cache.compact(start, columns)
+
+    def _check_room(self, rows: int) -> None:
+        """Refuse a step that does not fit; of one that does, note its rows."""
+        self._fed = rows
+        if rows == 0 or self.length + rows > self.role.context:
+            raise ValueError(f"a step of {rows} tokens after {self.length} does not fit a context of {self.role.context}")
+        if rows > self.widest:
+            raise ValueError(f"a step of {rows} tokens is wider than the widest graph, {self.widest}")
+
+    def _feed_chain(self, ids: Tokens[int], first_row: int) -> Logits:
+        rows = len(ids)
+        self._check_room(rows)
+        self._places = self._in_order
+        positions = slice(self.length, self.length + rows)
+        return self._run(ids, positions, self._chain[:rows, :rows], self._in_order[first_row:rows])
+
+    def _feeding_order(self, tree: TokenTree) -> npt.NDArray[np.intp]:
+        """The verify rows in the order they are fed."""
+        return np.arange(len(tree.tokens) + 1)
+
+    def commit(self, rows: Tokens[int]) -> None:
+        """Keep these rows of the last step, in order, as the next columns of the text."""
+        raise NotImplementedError
+
+    def _timed_run(self, binding: Binding) -> None:
+        start = time.perf_counter()
+        binding.run()
+        self.graph_seconds += time.perf_counter() - start
+
+    def _run(self, ids: Tokens[int], positions: Positions, mask: Array, wanted: npt.NDArray[np.intp]) -> Logits:
+        """Logits of the rows that `wanted` names, all of them or the last.
+
+        `mask` [T, columns + T] says what the rows see of the last columns and of each other.
+        """
+        raise NotImplementedError
