@@ -183,14 +183,14 @@ class Engine:
         tree = tree or (None if rule.chain else self.default_tree)
         if tree is None:
             return Adaptive(self._step_cost, self._draft_cost(), min(max(self.bundle.manifest.widths), deepest + 1))
-        if tree.depth > deepest:
-            raise UsageError(f"tree: {tree.depth} deep, expected at most {deepest}, the drafts this bundle can make in a row")
         if rule.chain and not tree.is_chain:
             raise UsageError(f"rule {rule.name!r}: judges chains only, the tree branches; use recursive")
         if len(tree.parents) >= widest:
             raise UsageError(
                 f"tree: {len(tree.parents)} nodes, expected at most {widest - 1}, the drafts this bundle can verify"
             )
+        if tree.depth > deepest:
+            raise UsageError(f"tree: {tree.depth} deep, expected at most {deepest}, the drafts this bundle can make in a row")
         return Fixed(tree)
 
     def _step_cost(self, width: int) -> float:
