@@ -8,6 +8,11 @@ import numpy.typing as npt
 
 Logits = npt.NDArray[np.float32]
 
+LOGITS_LIMIT = {"float32": 1e-3, "float16": 0.1}
+"""Largest |logit difference| of a float graph to the reference, and of a wide step to one-token steps."""
+ACTIVATION_KL_LIMIT = 0.05
+"""A quantised graph against its own stored weights in float32: what int8 activations (accuracy_level 4) may cost."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:

@@ -14,7 +14,8 @@ from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.families import tensor_names
-from specedge.export.report import Check, Logits, Quality, Report, mean_kl, measure_quality
+from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, Logits, Quality, Report, mean_kl, measure_quality
+from specedge.export.validate_heads import check_medusa
 from specedge.export.weights import read_float32
 from specedge.progress import Progress, silent
 from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, Agreement, compare_greedy, tree_rows, walk, width_agreement
@@ -25,11 +26,7 @@ from specedge.runtime.sample import Sampling
 from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.shape import TreeShape
 
-# Largest |logit difference| of a float graph to transformers, and of a wide step to one-token steps.
-_LOGITS_LIMIT = {"float32": 1e-3, "float16": 0.1}
-_QUANTISED_WIDTH_LIMIT = 0.1
-# A quantised graph against its own stored weights in float32: what int8 activations (accuracy_level 4) may cost.
-_ACTIVATION_KL_LIMIT = 0.05
+_QUANTISED_WIDTH_LIMIT = 0.1  # largest |logit difference| of a wide step of a quantised graph to one-token steps
 _ROUNDING = 1e-3  # float error allowed beyond one quantisation step, in steps
 _TREE_STEPS = 40
 _END = 32  # rows compared at the end of the context
@@ -60,17 +57,19 @@ def validate(
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = []
     text = _text(engine)
-    if draft_reference:
+    if draft_reference and "draft" in bundle.manifest.roles:
         draft = Model(bundle, "draft", get_device(draft_device or engine.device.name)).sequence()
         draft_checks, _, _ = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text, progress)
         checks += draft_checks
-    elif "draft" in bundle.manifest.roles:
-        notes.append("the draft's logits were not compared: --draft-reference names its checkpoint")
+    elif not draft_reference and len(bundle.manifest.drafters) > 1:
+        notes.append("the drafter's logits were not compared: --draft-reference names its checkpoint")
     target_checks, quality, model = _check_role(bundle, "target", engine.target, open_checkpoint(reference), text, progress)
     checks += target_checks
-    quantised = is_quantised(bundle, "target")
+    if draft_reference and "medusa" in bundle.manifest.heads:
+        checks.append(check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text))
+    quantised = bundle.role("target").quantised
     widths = width_agreement(engine, text[: 4 * max(bundle.manifest.widths) + 3])
-    limit = _QUANTISED_WIDTH_LIMIT if quantised else _LOGITS_LIMIT[engine.target.role.kv.dtype]
+    limit = _QUANTISED_WIDTH_LIMIT if quantised else LOGITS_LIMIT[engine.target.role.kv.dtype]
     checks += [Check("width_agreement", f"target width {width}", value, limit) for width, value in widths.items()]
     agreement = float(np.max(list(widths.values()), initial=0.0))
     tree, tree_tie = engine.default_tree, 2 * agreement
@@ -78,7 +77,7 @@ def validate(
         check, difference = _check_tree(engine, text[: _TREE_STEPS + tree.depth], tree, None if quantised else limit)
         checks.append(check)
         tree_tie = 2 * max(agreement, difference)
-        if quantised:
+        if quantised and difference:
             notes.append(f"target tree: logits of its branches differ from one-token steps' by up to {difference:.2g}")
     requests = _requests(engine, prompts)
     if not np.isfinite([check.value for check in checks]).all():  # no greedy choice among NaN
@@ -86,17 +85,17 @@ def validate(
         notes.append("greedy ids were not compared: there are weights or logits that are not finite")
     if not quantised:
         checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * quality.logits_max_abs))
-    combinations = len(bundle.manifest.drafters) * len(gammas) + (tree is not None)
-    progress("validate: greedy ids", 0, combinations)
+    progress("validate: greedy ids", 0, len(bundle.manifest.drafters))
     greedy = []
-    for drafter in bundle.manifest.drafters:
+    for done, drafter in enumerate(bundle.manifest.drafters, 1):
         speculative = load(path, device, draft_device, drafter)
-        drafts = [(f"gamma {gamma}", TreeShape.chain(gamma), 2 * agreement) for gamma in gammas]
+        depths = sorted({min(gamma, speculative.deepest) for gamma in gammas})
+        drafts = [(f"gamma {gamma}", TreeShape.chain(gamma), 2 * agreement) for gamma in depths]
         if speculative.default_tree:
             drafts.append(("tree", speculative.default_tree, tree_tie))
         for name, shape, tie in drafts:
             greedy.append(_check_speculative_greedy(speculative, requests, tokens, shape, f"{drafter} {name}", tie))
-            progress("validate: greedy ids", len(greedy), combinations)
+        progress("validate: greedy ids", done, len(bundle.manifest.drafters))
     compared = sum(found.tokens for _, found in greedy)
     different = sum(found.near_ties + (found.mismatch is not None) for _, found in greedy)
     notes += [f"{check.graph}: nothing was drafted, so nothing was compared" for check, found in greedy if not found.drafted]
@@ -121,11 +120,7 @@ def _check_tree(engine: Engine, text: list[int], tree: TreeShape, limit: float |
     if limit is not None:
         return Check("tree_agreement", "target tree", difference, limit), difference
     kl = mean_kl(expected, found) if len(found) else 0.0
-    return Check("tree_kl", "target tree", kl, _ACTIVATION_KL_LIMIT), difference
-
-
-def is_quantised(bundle: Bundle, role: str) -> bool:
-    return any("codes" in weight.parts for weight in bundle.role(role).weights)
+    return Check("tree_kl", "target tree", kl, ACTIVATION_KL_LIMIT), difference
 
 
 def _check_role(
@@ -142,7 +137,7 @@ def _check_role(
     rows = [row for window in windows for row in window]
     model = _load_quietly(checkpoint)
     truth = _reference_logits(model, text, rows)[:, :allowed]
-    quantised = is_quantised(bundle, role)
+    quantised = bundle.role(role).quantised
     if quantised:
         _load_stored_weights(model, bundle, role)
         stored = _reference_logits(model, text, rows)[:, :allowed]
@@ -151,9 +146,9 @@ def _check_role(
         found = np.concatenate([walk(sequence, text[: window.stop], width, window.start) for window in windows])[:, :allowed]
         graph = f"{role} width {width}"
         if quantised:
-            checks.append(Check("kl_to_stored_weights", graph, mean_kl(stored, found), _ACTIVATION_KL_LIMIT))
+            checks.append(Check("kl_to_stored_weights", graph, mean_kl(stored, found), ACTIVATION_KL_LIMIT))
         else:
-            limit = _LOGITS_LIMIT[sequence.role.kv.dtype]
+            limit = LOGITS_LIMIT[sequence.role.kv.dtype]
             checks.append(Check("logits_max_abs", graph, float(np.abs(found - truth).max()), limit))
     progress(f"validate: {role}", 2 + len(widths), 2 + len(widths))
     return checks, measure_quality(truth, found, text, windows[0]), model
@@ -187,7 +182,7 @@ def _check_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> list[Ch
         else:
             unit = np.where(steps > 0, steps, np.maximum(np.abs(exact), 1e-30))  # a block of scale 0 may lose itself
             worst.append((np.abs(values - exact) / unit).max())
-    limit = 1.0 + _ROUNDING if is_quantised(bundle, role) else 0.0
+    limit = 1.0 + _ROUNDING if bundle.role(role).quantised else 0.0
     return [
         Check("exact_weights_changed", role, float(changed), 0.0),
         Check("weight_error", role, float(np.max(worst)), limit),

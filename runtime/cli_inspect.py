@@ -53,10 +53,14 @@ def show_bundle(output: Output, bundle: Bundle) -> None:
     for role, source in manifest.sources.items():
         print_(f"  {role}: {source.name}, licence {source.license or 'not stated'}")
     print_(f"  widths {list(manifest.widths)}, context {manifest.context}, drafters {', '.join(manifest.drafters)}")
+    if manifest.tree:
+        print_(f"  draft tree of {len(manifest.tree)} nodes, {max(map(len, manifest.tree))} deep")
     for record in manifest.roles.values():
         for graph in record.graphs:
             width = "any width" if graph.width is None else f"width {graph.width}"
             print_(f"  {graph.file}: {width}, {sum(graph.ops.values())} nodes")
+    for head in manifest.heads.values():
+        print_(f"  {head.graph.file}: {head.depth} tokens far, {sum(head.graph.ops.values())} nodes")
     table = rich.table.Table("role", "part", "tensors", "checkpoint", "stored", "bytes", "exact")
     groups = tensor_groups(bundle)
     for group in groups:

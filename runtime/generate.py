@@ -124,6 +124,12 @@ class Engine:
         """Whether the drafter can draft more than a chain."""
         return not self._drafts("lookup")
 
+    @property
+    def deepest(self) -> int:
+        """Most tokens in a row that can be drafted and verified."""
+        verified = self.target.widest - 1
+        return min(self._heads.head.depth, verified) if self._heads else verified
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt in any of its three forms, checked."""
         ids = self._ids(prompt)
@@ -167,18 +173,17 @@ class Engine:
 
     def new_control(self, rule: Rule, gamma: int | None = None, tree: TreeShape | None = None) -> Control:
         """Who chooses what one request drafts."""
-        widest = self.target.widest
-        deepest = self._heads.head.depth if self._heads else widest - 1
+        widest, deepest = self.target.widest, self.deepest
         if gamma is not None and tree is not None:
             raise UsageError("tree and gamma: a tree says what is drafted; give one of them")
         if gamma is not None:
-            if not 0 <= gamma <= min(widest - 1, deepest):
-                most = f"{min(widest - 1, deepest)}, the drafts this bundle can {'verify' if deepest >= widest - 1 else 'make'}"
-                raise UsageError(f"gamma {gamma}: expected 0..{most}; or convert anew")
+            if not 0 <= gamma <= deepest:
+                what = "verify" if deepest == widest - 1 else "make"
+                raise UsageError(f"gamma {gamma}: expected 0..{deepest}, the drafts this bundle can {what}; or convert anew")
             return Fixed(TreeShape.chain(gamma))
         if tree is not None and not self._branches and not tree.is_chain:
             raise UsageError(
-                f"tree: drafter {self.drafter_name!r} drafts chains only; leave the tree out or convert with --draft"
+                f"tree: drafter {self.drafter_name!r} drafts chains only; leave it out or convert with --draft or --medusa"
             )
         tree = tree or (None if rule.chain else self.default_tree)
         if tree is None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, Weight
 
 
 def inspect(bundle: Bundle) -> dict[str, object]:
@@ -13,6 +13,10 @@ def inspect(bundle: Bundle) -> dict[str, object]:
         {"role": role, "width": graph.width, "file": graph.file, "ops": graph.ops}
         for role, record in manifest.roles.items()
         for graph in record.graphs
+    ]
+    graphs += [
+        {"role": name, "width": head.graph.width, "file": head.graph.file, "ops": head.graph.ops}
+        for name, head in manifest.heads.items()
     ]
     return {
         "device": manifest.device,
@@ -45,8 +49,8 @@ class TensorGroup:
 def tensor_groups(bundle: Bundle) -> list[TensorGroup]:
     """How every tensor is stored, in the order of the model."""
     counts: dict[tuple[str, str, str, str, bool], list[int]] = {}
-    for name, role in bundle.manifest.roles.items():
-        for weight in role.weights:
+    for name, weights in _weights(bundle).items():
+        for weight in weights:
             key = (name, _part(weight.name), weight.source, weight.scheme, weight.exact)
             total = counts.setdefault(key, [0, 0])
             total[0] += 1
@@ -54,15 +58,21 @@ def tensor_groups(bundle: Bundle) -> list[TensorGroup]:
     return [TensorGroup(*key, tensors=tensors, bytes=size) for key, (tensors, size) in counts.items()]
 
 
+def _weights(bundle: Bundle) -> dict[str, tuple[Weight, ...]]:
+    """The tensors of every role and draft head."""
+    manifest = bundle.manifest
+    return {name: record.weights for name, record in (*manifest.roles.items(), *manifest.heads.items())}
+
+
 def _part(name: str) -> str:
-    parts = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp"}
+    parts = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp", "heads": "blocks"}
     return next((part for module, part in parts.items() if module in name.split(".")), "norms")
 
 
 def weight_bytes(bundle: Bundle) -> dict[str, int]:
     """Stored bytes by scheme; what several graphs share counts once."""
     total = Counter[str]()
-    for role in bundle.manifest.roles.values():
-        for weight in role.weights:
+    for weights in _weights(bundle).values():
+        for weight in weights:
             total[weight.scheme] += sum(extent.bytes for extent in weight.parts.values())
     return dict(sorted(total.items()))

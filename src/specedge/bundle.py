@@ -103,6 +103,10 @@ class Role:
         return max(self.chunk if graph.width is None else graph.width for graph in self.graphs)
 
     @property
+    def quantised(self) -> bool:
+        return _quantised(self.weights)
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes a step reads: every stored tensor once."""
         return sum(extent.bytes for weight in self.weights for extent in weight.parts.values())
@@ -122,6 +126,10 @@ class Head:
     weight_file: str
     weights: tuple[Weight, ...]
     graph: Graph
+
+    @property
+    def quantised(self) -> bool:
+        return _quantised(self.weights)
 
     @property
     def stored_bytes(self) -> int:
@@ -229,7 +237,9 @@ def _check_values(manifest: Manifest, where: str) -> None:
     if target is None or not target.graphs:
         raise SpecedgeError(f"{where}: roles: no target with graphs among {', '.join(manifest.roles)}; convert the model again")
     wrong = {
-        "drafters": not manifest.drafters or ("draft" in manifest.drafters and "draft" not in manifest.roles),
+        "drafters": not manifest.drafters
+        or ("draft" in manifest.drafters and "draft" not in manifest.roles)
+        or ("medusa" in manifest.drafters and "medusa" not in manifest.heads),
         "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths) < 1,
         "tree": not _is_tree(manifest.tree) or len(manifest.tree) >= target.widest,
         "allowed_ids (roles.target.vocab_size)": not 1 <= manifest.allowed_ids <= target.vocab_size,
@@ -250,6 +260,10 @@ def _check_values(manifest: Manifest, where: str) -> None:
     for key, is_wrong in wrong.items():
         if is_wrong:
             raise SpecedgeError(f"{where}: {key} contradicts the rest of the manifest; convert the model again")
+
+
+def _quantised(weights: tuple[Weight, ...]) -> bool:
+    return any("codes" in weight.parts for weight in weights)
 
 
 def _is_tree(paths: tuple[tuple[int, ...], ...]) -> bool:

@@ -1,0 +1,62 @@
+"""Does a bundle's head still compute what its checkpoint says?"""
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from specedge.bundle import Bundle
+from specedge.errors import SpecedgeError
+from specedge.export.medusa import Medusa, MedusaCheckpoint, open_medusa
+from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
+from specedge.export.weights import read_float32
+from specedge.runtime.generate import Engine
+from specedge.runtime.heads import MedusaHeads
+
+_ROWS = 32
+
+
+def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: list[int]) -> Check:
+    """Logits of every head against torch, fed with the same hidden states of the bundle's target.
+
+    Quantised heads are held to their own stored weights, as KL. `target` has the LM head that heads without one share, with the
+    weights it is to be compared by.
+
+    Raises:
+        SpecedgeError: `reference` is not what the bundle's heads were made from.
+    """
+    bundle, head = engine.bundle, engine.bundle.manifest.heads["medusa"]
+    checkpoint = open_medusa(reference, head.hidden, head.vocab_size)
+    quantised = head.quantised or engine.target.role.quantised  # the target's, whose LM head may be shared
+    model = _reference(bundle, checkpoint, target, quantised)
+    opened = MedusaHeads(bundle, head, engine.device)
+    engine.target.truncate(0)
+    found, expected = [], []
+    for token in text[:_ROWS]:
+        engine.target.step([token])
+        hidden = engine.target.hidden(0)
+        engine.target.commit([0])
+        found.append(opened.logits(hidden).copy())
+        with torch.no_grad():
+            expected.append(model(torch.from_numpy(hidden)[None, None]).numpy())
+    one, other = np.concatenate(found), np.concatenate(expected)
+    if quantised:
+        return Check("head_kl_to_stored_weights", "medusa", mean_kl(other, one), ACTIVATION_KL_LIMIT)
+    return Check("head_logits_max_abs", "medusa", float(np.abs(one - other).max()), LOGITS_LIMIT[engine.target.role.kv.dtype])
+
+
+def _reference(bundle: Bundle, checkpoint: MedusaCheckpoint, target: PreTrainedModel, stored: bool) -> Medusa:
+    """The heads in torch, float32, with the checkpoint's values or those the bundle holds."""
+    head = bundle.manifest.heads["medusa"]
+    weights = {weight.name: weight for weight in head.weights}
+    if weights.keys() != checkpoint.shapes.keys():
+        other = checkpoint.files.path
+        raise SpecedgeError(f"{bundle.path}: its heads have other tensors than {other}; name their own checkpoint")
+    model = Medusa(checkpoint.config).eval()
+    state = {}
+    for name in checkpoint.shapes:
+        values = read_float32(weights[name], bundle.file(head.weight_file))[0] if stored else checkpoint.tensor(name)
+        state[name] = torch.from_numpy(np.array(values))
+    if model.lm_head is not None:
+        state["lm_head.weight"] = target.get_output_embeddings().weight.detach()
+    model.load_state_dict(state)
+    return model
