@@ -63,6 +63,8 @@ class Request:
             raise UsageError(f"chunk {self.chunk}: expected a positive number of tokens")
         if self.widths is not None and min(self.widths, default=0) < 1:
             raise UsageError(f"widths {self.widths}: expected positive numbers")
+        if not bundles.is_tree(self.tree):
+            raise UsageError(f"tree: {self.tree} is no list of different paths of ranks, each one's beginning among them")
         if self.draft and self.medusa:
             raise UsageError("medusa: a bundle has one drafter beside prompt lookup; leave out --medusa or --draft")
         if self.tree and not (self.draft or self.medusa):

@@ -61,7 +61,8 @@ def tensor_groups(bundle: Bundle) -> list[TensorGroup]:
 def _weights(bundle: Bundle) -> dict[str, tuple[Weight, ...]]:
     """The tensors of every role and draft head."""
     manifest = bundle.manifest
-    return {name: record.weights for name, record in (*manifest.roles.items(), *manifest.heads.items())}
+    weights = {name: role.weights for name, role in manifest.roles.items()}
+    return weights | {name: head.weights for name, head in manifest.heads.items()}
 
 
 def _part(name: str) -> str:

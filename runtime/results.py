@@ -89,7 +89,7 @@ class Stats:
 
     @property
     def accepted_by_rank(self) -> list[list[float]]:
-        """[depth][rank]: the share accepted of all children of that rank whose parent was reached (`shape.best_shape`)."""
+        """[depth][rank among siblings]: the share accepted of the children whose parent was reached (`shape.best_shape`)."""
         offered, taken = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         for outcome, count in self.outcomes.items():
             for depth, node in enumerate((ROOT, *outcome.nodes)[: outcome.tokens]):

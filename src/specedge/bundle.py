@@ -241,7 +241,7 @@ def _check_values(manifest: Manifest, where: str) -> None:
         or ("draft" in manifest.drafters and "draft" not in manifest.roles)
         or ("medusa" in manifest.drafters and "medusa" not in manifest.heads),
         "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths) < 1,
-        "tree": not _is_tree(manifest.tree) or len(manifest.tree) >= target.widest,
+        "tree": not is_tree(manifest.tree) or len(manifest.tree) >= target.widest,
         "allowed_ids (roles.target.vocab_size)": not 1 <= manifest.allowed_ids <= target.vocab_size,
     }
     for name, role in manifest.roles.items():
@@ -266,7 +266,7 @@ def _quantised(weights: tuple[Weight, ...]) -> bool:
     return any("codes" in weight.parts for weight in weights)
 
 
-def _is_tree(paths: tuple[tuple[int, ...], ...]) -> bool:
+def is_tree(paths: tuple[tuple[int, ...], ...]) -> bool:
     """Whether these are different paths of ranks, each one's beginning among them."""
     known = {(), *paths}
     return len(known) == len(paths) + 1 and all(path[:-1] in known and min(path) >= 0 for path in paths if path)
