@@ -189,7 +189,7 @@ class Engine:
         if tree is None:
             return Adaptive(self._step_cost, self._draft_cost(), min(max(self.bundle.manifest.widths), deepest + 1))
         if rule.chain and not tree.is_chain:
-            raise UsageError(f"rule {rule.name!r}: judges chains only, the tree branches; use recursive")
+            raise UsageError(f"rule {rule.name!r}: judges chains only, [[0], [0, 0], ...]; use recursive for this tree")
         if len(tree.parents) >= widest:
             raise UsageError(
                 f"tree: {len(tree.parents)} nodes, expected at most {widest - 1}, the drafts this bundle can verify"

@@ -71,7 +71,7 @@ class TreeShape:
 
     @property
     def is_chain(self) -> bool:
-        return self.parents == _chain(len(self.parents)).parents
+        return self == _chain(len(self.parents))
 
     @property
     def levels(self) -> tuple[tuple[int, ...], ...]:
