@@ -103,7 +103,9 @@ def read_shape(file: Path) -> TreeShape:
         if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths) or not paths:
             raise ValueError("expected a JSON list of paths such as [[0], [1], [0, 0]]")
         return TreeShape.from_paths(paths)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise SpecedgeError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise SpecedgeError(f"{file}: {error}") from None
 
 
