@@ -89,10 +89,11 @@ def _with_path(shape: TreeShape, leaf: int, text: Sequence[int], allowed: int) -
     while shape.parents[path[0]] != ROOT:
         path.insert(0, shape.parents[path[0]])
     tokens = []
-    for node, rank in enumerate(shape.ranks):
+    for node in range(len(shape.parents)):
         depth = len(shape.paths[node]) - 1
         here = node if node in path else next((other for other in path if shape.parents[other] == shape.parents[node]), None)
-        apart = rank - shape.ranks[here] if here is not None else rank  # siblings differ
+        siblings = shape.children(shape.parents[node])
+        apart = siblings.index(node) - (siblings.index(here) if here is not None else 0)  # siblings differ
         tokens.append((text[depth] + apart) % allowed)
     return TokenTree(tuple(tokens), shape.parents), path
 

@@ -93,6 +93,8 @@ def generate_command(
         raise UsageError(f"--plain: drafts nothing, --{'tree' if gamma is None else 'gamma'} drafts; give one of them")
     if logprobs and json_file is None:
         raise UsageError("--logprobs: go into the JSON; add --json FILE (- for standard output)")
+    if rule and sampling.greedy:
+        click.echo("note: --rule judges sampled drafts; without --temperature decoding is greedy", err=True)
     request = _prompt(prompt, ids, chat)
     output = Output(json_file)
     engine = load(bundle, device, draft_device, drafter, threads)
@@ -122,9 +124,12 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
     for pair in pairs:
         token, _, bias = pair.partition("=")
         try:
+            known = int(token) in biases
             biases[int(token)] = float(bias)
         except ValueError:
             raise UsageError(f"--logit-bias {pair!r}: expected ID=NUMBER, such as 42=-1.5") from None
+        if known:
+            raise UsageError(f"--logit-bias {pair!r}: id {token} is given twice")
     return biases
 
 

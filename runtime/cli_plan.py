@@ -51,7 +51,7 @@ def plan_command(
 
 @click.command("tree")
 @click.argument("measured", type=click.Path(path_type=Path))
-@click.option("--nodes", type=click.IntRange(min=1), required=True, help="Drafts a round may verify.")
+@click.option("--nodes", type=click.IntRange(1, 512), required=True, help="Drafts a round may verify.")
 @click.option("--prompts", help="Which of the prompt sets in MEASURED (default: its only one).")
 @click.option("--drafter", help="Which of the drafters in MEASURED (default: its only one).")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the paths here, for convert --tree.")
@@ -90,18 +90,22 @@ def _acceptance(file: Path, prompts: str | None, drafter: str | None) -> list[li
         found: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SpecedgeError(f"{file}: cannot be read ({error})") from None
-    if isinstance(found, dict) and isinstance(found.get("sets"), dict):
-        found = _choose(file, "drafter", drafter, _choose(file, "prompts", prompts, found["sets"]))
-        found = found["speculative"].get("accepted_by_rank")
+    for option, name in (("prompts", prompts), ("drafter", drafter)):
+        if isinstance(found, dict):
+            found = _choose(file, option, name, found.get("sets") if option == "prompts" else found)
+    for key in ("speculative", "accepted_by_rank"):
+        found = found.get(key) if isinstance(found, dict) else found
     numbers = isinstance(found, list) and all(isinstance(row, list) for row in found)
-    if not numbers or not all(isinstance(chance, int | float) for row in found for chance in row):
+    if not numbers or not all(type(chance) in (int, float) for row in found for chance in row):
         raise SpecedgeError(f"{file}: expected what bench --json writes, or a table [[0.6, 0.2], [0.5, 0.1]]")
     table: list[list[float]] = found
     return table
 
 
-def _choose(file: Path, option: str, name: str | None, named: dict[str, Any]) -> Any:
-    """The entry of this name, or the only one."""
+def _choose(file: Path, option: str, name: str | None, named: Any) -> Any:
+    """The entry of this name, or the only one; None where there are none."""
+    if not isinstance(named, dict) or not named:
+        return None
     if name is None and len(named) == 1:
         return next(iter(named.values()))
     if name not in named:

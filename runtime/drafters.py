@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -102,12 +103,31 @@ class LookupDrafter:
         return 0, 0
 
 
+@dataclass(slots=True)
+class Draft:
+    """A tree in the making: its nodes so far, and what each follows."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    paths: list[tuple[int, ...]] = field(default_factory=list)
+    """Tokens from below the root to each node."""
+
+    def path(self, node: int) -> tuple[int, ...]:
+        return () if node == ROOT else self.paths[node]
+
+    def add(self, parent: int, token: int) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.paths.append((*self.path(parent), token))
+        return len(self.tokens) - 1
+
+
 def draft_tree(
     history: Tokens[int],
     shape: TreeShape,
     choose: Choose,
     after_root: Logits,
-    grow: Callable[[TokenTree, Tokens[int]], Tokens[Logits]],
+    grow: Callable[[Draft, Tokens[int]], Tokens[Logits]],
 ) -> Proposal:
     """A tree of `shape`, level by level; `grow` gives the drafter's logits after nodes of the last level made.
 
@@ -116,23 +136,20 @@ def draft_tree(
     rows: dict[int, Logits] = {ROOT: after_root}
     laws: dict[int, Law | None] = {}
     drafted = {ROOT: ROOT}  # node of the shape -> node of the tree
-    tree = TokenTree.chain([])
+    draft = Draft()
     for level in shape.levels:
-        tokens, parents = list(tree.tokens), list(tree.parents)
         for parent in sorted({shape.parents[node] for node in level} & drafted.keys()):
             wanted, node = shape.children(parent), drafted[parent]
             ranks = [shape.ranks[child] for child in wanted]
-            chosen = choose(rows[node], history, tree.path(node), len(tokens), ranks)
+            chosen = choose(rows[node], history, draft.path(node), len(draft.tokens), ranks)
             laws[node] = chosen.law
             for child, token in zip(wanted, chosen.tokens, strict=False):
-                drafted[child] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-        tree = TokenTree(tuple(tokens), tuple(parents))
+                drafted[child] = draft.add(node, token)
         inner = [drafted[node] for node in level if node in drafted and shape.children(node)]
         if inner:
-            rows = dict(zip(inner, grow(tree, inner), strict=True))
+            rows = dict(zip(inner, grow(draft, inner), strict=True))
     drawn = {node: law for node, law in laws.items() if law is not None}
+    tree = TokenTree(tuple(draft.tokens), tuple(draft.parents))
     return Proposal(tree, drawn.__getitem__ if drawn else None)
 
 
@@ -161,8 +178,8 @@ class MedusaDrafter:
             return NOTHING
         levels = self._heads.logits(self._hidden)
 
-        def grow(tree: TokenTree, nodes: Tokens[int]) -> list[Logits]:
-            return [levels[tree.depths[node + 1]] for node in nodes]
+        def grow(draft: Draft, nodes: Tokens[int]) -> list[Logits]:
+            return [levels[len(draft.paths[node])] for node in nodes]
 
         return draft_tree(history, shape, self._choose, levels[0], grow)
 
@@ -198,7 +215,9 @@ class DraftModel:
         if not shape.parents:
             return NOTHING
         self._rewind(history)
-        return draft_tree(history, shape, self._choose, self._take_in(history), self._grow)
+        proposal = draft_tree(history, shape, self._choose, self._take_in(history), self._grow)
+        self._tree = proposal.tree
+        return proposal
 
     def _rewind(self, history: Tokens[int]) -> None:
         """Keep the columns of what was emitted, short of the root, whose logits are always wanted."""
@@ -214,16 +233,24 @@ class DraftModel:
         self._settled = len(history)
         return row
 
-    def _grow(self, tree: TokenTree, nodes: Tokens[int]) -> list[Logits]:
+    def _grow(self, draft: Draft, nodes: Tokens[int]) -> list[Logits]:
         """Feed these nodes, whose parents are in the cache; the logits after each."""
-        self._tree = tree
         rows: list[Logits] = []
-        depths, visible, widest = self._tree.depths, self._tree.visible, self._sequence.widest
+        widest = self._sequence.widest
         for start in range(0, len(nodes), widest):
             piece = nodes[start : start + widest]
             self._fed.extend(piece)
-            sees = visible[np.ix_([node + 1 for node in piece], [node + 1 for node in self._fed])]
-            positions = [self._settled - 1 + depths[node + 1] for node in piece]
-            logits = self._sequence.grow([self._tree.tokens[node] for node in piece], positions, sees)
+            positions = [self._settled - 1 + len(draft.paths[node]) for node in piece]
+            logits = self._sequence.grow([draft.tokens[node] for node in piece], positions, self._sees(draft, piece))
             rows.extend(logits if len(nodes) <= widest else logits.copy())  # a view until the next step
         return rows
+
+    def _sees(self, draft: Draft, piece: Tokens[int]) -> NDArray[np.bool_]:
+        """[T, columns]: a node sees its ancestors, which all are fed, and itself."""
+        column = {node: index for index, node in enumerate(self._fed)}
+        sees = np.zeros((len(piece), len(column)), np.bool_)
+        for row, node in enumerate(piece):
+            while node != ROOT:
+                sees[row, column[node]] = True
+                node = draft.parents[node]
+        return sees

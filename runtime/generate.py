@@ -174,6 +174,8 @@ class Engine:
     def new_control(self, rule: Rule, gamma: int | None = None, tree: TreeShape | None = None) -> Control:
         """Who chooses what one request drafts."""
         widest, deepest = self.target.widest, self.deepest
+        if tree is not None and not isinstance(tree, TreeShape):
+            raise TypeError(f"tree: expected a TreeShape (TreeShape.from_paths makes one of paths), found {tree!r:.60}")
         if gamma is not None and tree is not None:
             raise UsageError("tree and gamma: a tree says what is drafted; give one of them")
         if gamma is not None:

@@ -89,16 +89,26 @@ class Stats:
 
     @property
     def accepted_by_rank(self) -> list[list[float]]:
-        """[depth][rank among siblings]: the share accepted of the children whose parent was reached (`shape.best_shape`)."""
-        offered, taken = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        """[depth][rank among siblings]: the chance that a reached node's child of that rank is the one accepted (`best_shape`).
+
+        A child is on trial only where none before it was taken, and nodes may have more or fewer children: the chance is its
+        share of its own trials, times that of all before it failing. So a row sums to 1 at most.
+        """
+        tried, taken, there = Counter[tuple[int, int]](), Counter[tuple[int, int]](), set[tuple[int, int]]()
         for outcome, count in self.outcomes.items():
             for depth, node in enumerate((ROOT, *outcome.nodes)[: outcome.tokens]):
                 children = [child for child, parent in enumerate(outcome.parents) if parent == node]
-                offered.update({(depth, rank): count for rank in range(len(children))})
-                if depth < len(outcome.nodes):
-                    taken[depth, children.index(outcome.nodes[depth])] += count
-        rows = [[rank for at, rank in offered if at == depth] for depth in sorted({depth for depth, _ in offered})]
-        return [[taken[depth, rank] / offered[depth, rank] for rank in sorted(row)] for depth, row in enumerate(rows)]
+                there |= {(depth, rank) for rank in range(len(children))}
+                hit = children.index(outcome.nodes[depth]) if depth < len(outcome.nodes) else None
+                tried.update({(depth, rank): count for rank in range(len(children) if hit is None else hit + 1)})
+                if hit is not None:
+                    taken[depth, hit] += count
+        table: list[list[float]] = []
+        for depth, rank in sorted(there):
+            table += [[]] if depth == len(table) else []
+            left = 1.0 - sum(table[depth])
+            table[depth].append(left * taken[depth, rank] / max(tried[depth, rank], 1))
+        return table
 
     def as_dict(self) -> dict[str, object]:
         names = (

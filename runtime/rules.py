@@ -5,12 +5,14 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from specedge.errors import UsageError
 from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
-from specedge.runtime.law import Law
-from specedge.runtime.philox import Numbers
-from specedge.runtime.sample import Logits, top
+from specedge.runtime.law import Floats, Ids, Law
+from specedge.runtime.philox import Numbers, Purpose, Uniforms, uniforms
+from specedge.runtime.sample import Logits, best, top
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.tree import Laws, Proposal
 
@@ -49,6 +51,8 @@ class Rule:
     chain: bool = False
 
 
+_POSITIONS = 64  # whose noise is remembered: a round looks no further ahead
+
 RULES = ("token", "block", "recursive", "point-mass", "coupled", "lossy-typical")
 """Names a request may ask for; greedy requests need none."""
 
@@ -77,7 +81,8 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
         case "lossy-typical":
             return Rule(name, best, _by_p(sampler, accept.accept_typical))
         case "coupled":
-            return Rule(name, _coupled(sampler), _by_p(sampler, accept.accept_coupled))
+            noise = _Noise(sampler)
+            return Rule(name, _coupled(sampler, noise), _by_p(sampler, accept.accept_coupled, noise))
     return Rule("recursive", drawn, _by_q(sampler, accept.accept_recursive))
 
 
@@ -86,9 +91,9 @@ def _best(sampler: Sampler) -> Choose:
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
         if max(ranks) == 0:
-            return Children((sampler.best(logits, history, path),))
+            return Children((sampler.best(logits, history, path, _position("draft logits", history, path)),))
         scores = sampler.scores(logits, history, path)
-        sampler.best(logits, history, path)  # refuses NaN
+        best(scores, _position("draft logits", history, path))  # refuses NaN
         likeliest = top(scores, max(ranks) + 1)
         by_rank = likeliest[(-scores[likeliest]).argsort(kind="stable")]
         return Children(tuple(int(by_rank[rank]) for rank in ranks if rank < len(by_rank)))
@@ -101,7 +106,7 @@ def _drawn(sampler: Sampler) -> Choose:
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
         numbers = Numbers(sampler.sampling.seed, len(history) - 1)
-        law = sampler.law(logits, history, path)
+        law = sampler.law(logits, history, path, _position("draft logits", history, path))
         left: Law | None = law
         tokens: list[int] = []
         for node in range(first, first + len(ranks)):
@@ -117,12 +122,28 @@ def _drawn(sampler: Sampler) -> Choose:
     return choose
 
 
-def _coupled(sampler: Sampler) -> Choose:
+class _Noise:
+    """`philox.uniforms` that remembers whole positions: siblings, the target and the next round race with the same numbers."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._everything = np.arange(sampler.allowed)
+        self._known: dict[int, Floats] = {}
+
+    def __call__(self, seed: int, position: int, purpose: Purpose, ids: Ids) -> Floats:
+        if len(ids) * 4 < len(self._everything):  # what top-k or top-p left is made faster than everything
+            return uniforms(seed, position, purpose, ids)
+        if position not in self._known:
+            self._known = {at: numbers for at, numbers in self._known.items() if at > position - _POSITIONS}
+            self._known[position] = uniforms(seed, position, purpose, self._everything)
+        return self._known[position][ids]
+
+
+def _coupled(sampler: Sampler, noise: _Noise) -> Choose:
     """The first to arrive in the race that the target will hold too."""
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
-        numbers = Numbers(sampler.sampling.seed, len(history) - 1)
-        law = sampler.law(logits, history, path)
+        numbers = Numbers(sampler.sampling.seed, len(history) - 1, uniforms=noise)
+        law = sampler.law(logits, history, path, _position("draft logits", history, path))
         return Children(accept.race(law, numbers.noise(len(path), law.ids), len(ranks)))
 
     return choose
@@ -134,17 +155,17 @@ def _greedy(sampler: Sampler) -> Judge:
 
         def best(node: int) -> int:
             path = proposal.tree.path(node)
-            return sampler.best(logits[node + 1], history, path, _position(history, path))
+            return sampler.best(logits[node + 1], history, path, _position("logits", history, path))
 
         return accept.accept_greedy(proposal.tree, best)
 
     return judge
 
 
-def _by_p(sampler: Sampler, rule: Callable[..., Accepted]) -> Judge:
+def _by_p(sampler: Sampler, rule: Callable[..., Accepted], noise: Uniforms = uniforms) -> Judge:
     def judge(proposal: Proposal, logits: Rows, history: Tokens[int]) -> Accepted:
         laws = _laws(sampler, proposal, logits, history)
-        return rule(proposal.tree, laws, Numbers(sampler.sampling.seed, len(history) - 1))
+        return rule(proposal.tree, laws, Numbers(sampler.sampling.seed, len(history) - 1, uniforms=noise))
 
     return judge
 
@@ -167,7 +188,7 @@ def _laws(sampler: Sampler, proposal: Proposal, logits: Rows, history: Tokens[in
 
     def law(node: int) -> Law:
         path = proposal.tree.path(node)
-        return sampler.law(logits[node + 1], history, path, _position(history, path))
+        return sampler.law(logits[node + 1], history, path, _position("logits", history, path))
 
     return law
 
@@ -178,5 +199,5 @@ def _check_rows(proposal: Proposal, logits: Rows) -> None:
         raise ValueError(f"logits: expected a row for the root and {nodes} nodes, found {len(logits)} rows")
 
 
-def _position(history: Tokens[int], path: Tokens[int]) -> str:
-    return f"logits for position {len(history) + len(path)}"
+def _position(what: str, history: Tokens[int], path: Tokens[int]) -> str:
+    return f"{what} for position {len(history) + len(path)}"

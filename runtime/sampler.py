@@ -23,7 +23,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, allowed: int, prompt_length: int) -> None:
         self.sampling = sampling
-        self._allowed = allowed
+        self.allowed = allowed
         self._prompt_length = prompt_length
         for name, ids in (("logit_bias", sampling.logit_bias), ("banned_ids", sampling.banned_ids)):
             for token in ids:
@@ -57,11 +57,11 @@ class Sampler:
 
     def log_probability(self, logits: Logits, token: int) -> float:
         """What the model itself gave `token`, in nats: penalties and filters left out, padding too."""
-        return log_probability(logits[: self._allowed], token)
+        return log_probability(logits[: self.allowed], token)
 
     def scores(self, logits: Logits, history: Tokens[int], path: Tokens[int]) -> Logits:
         """Logits of the allowed ids, penalised, biased and banned; the row itself where nothing changes."""
-        row = logits[: self._allowed]
+        row = logits[: self.allowed]
         if not self._changes:
             return row
         row = row.copy()

@@ -99,14 +99,14 @@ def read_shape(file: Path) -> TreeShape:
         SpecedgeError: The file cannot be read or its paths are no tree.
     """
     try:
-        paths = json.loads(file.read_text(encoding="utf-8"))
+        paths = json.loads(file.read_text(encoding="utf-8-sig"))
         if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths) or not paths:
             raise ValueError("expected a JSON list of paths such as [[0], [1], [0, 0]]")
         return TreeShape.from_paths(paths)
     except OSError as error:
         raise SpecedgeError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise SpecedgeError(f"{file}: {error}") from None
+        raise SpecedgeError(f"{file}: {error!s:.300}") from None
 
 
 def best_shape(acceptance: Sequence[Sequence[float]], nodes: int) -> TreeShape:

@@ -67,8 +67,9 @@ def test_acceptance_by_rank_on_a_chain_counts_where_the_parent_was_reached() -> 
 def test_acceptance_on_a_tree() -> None:
     stats = stats_of((TREE, (0, 2, 5)), (TREE, (0, 3)), (TREE, (1,)), (TREE, ()))
     assert stats.accepted_by_position == [3 / 4, 2 / 4, 1 / 4]
-    # The root was reached 4 times; node 0 twice with two children, node 1 once with one; node 2 once.
-    assert stats.accepted_by_rank == [[2 / 4, 1 / 4], [1 / 3, 1 / 2], [1 / 1]]
+    # The root was reached 4 times; node 0 twice with two children, node 1 once with one; node 2 once. A second child has its
+    # trial where the first failed: of two such at the root one stayed, at node 0 the only one.
+    assert stats.accepted_by_rank == [[2 / 4, 2 / 4 * 1 / 2], [1 / 3, 2 / 3 * 1 / 1], [1 / 1]]
 
 
 def test_ranks_count_among_siblings_however_nodes_are_numbered() -> None:
@@ -107,7 +108,7 @@ def test_by_rank_and_by_position_are_what_counting_by_hand_gives(
     rounds: list[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> None:
     stats = stats_of(*rounds)
-    reached: dict[tuple[int, int], list[bool]] = {}
+    trials: dict[tuple[int, int], list[bool]] = {}
     positions: dict[int, list[bool]] = {}
     for parents, nodes in rounds:
         tree = TokenTree(tuple(range(len(parents))), parents)
@@ -115,9 +116,17 @@ def test_by_rank_and_by_position_are_what_counting_by_hand_gives(
             positions.setdefault(depth, []).append(depth < len(nodes))
         for depth, parent in enumerate((ROOT, *nodes)):
             for rank, child in enumerate(tree.children(parent)):
-                reached.setdefault((depth, rank), []).append(child in nodes)
-    by_rank = [[sum(reached[key]) / len(reached[key]) for key in sorted(reached) if key[0] == depth] for depth in range(8)]
-    assert stats.accepted_by_rank == [row for row in by_rank if row]
+                before = tree.children(parent)[:rank]
+                trials.setdefault((depth, rank), []).extend([] if {*before} & {*nodes} else [child in nodes])
+    assert [(depth, rank) for depth, row in enumerate(stats.accepted_by_rank) for rank, _ in enumerate(row)] == sorted(trials)
+    for depth, row in enumerate(stats.accepted_by_rank):
+        failed = 1.0
+        for rank, chance in enumerate(row):
+            passed = trials[depth, rank]
+            share = sum(passed) / len(passed) if passed else 0.0
+            assert chance == pytest.approx(failed * share, abs=1e-12)
+            failed *= 1.0 - share
+        assert sum(row) <= 1.0 + 1e-12  # what `best_shape` takes
     assert stats.accepted_by_position == [sum(positions[at]) / len(positions[at]) for at in sorted(positions)]
     assert stats.accepted == sum(len(nodes) for _, nodes in rounds)
 
