@@ -69,7 +69,7 @@ def test_acceptance_on_a_tree() -> None:
     assert stats.accepted_by_position == [3 / 4, 2 / 4, 1 / 4]
     # The root was reached 4 times; node 0 twice with two children, node 1 once with one; node 2 once. A second child has its
     # trial where the first failed: of two such at the root one stayed, at node 0 the only one.
-    assert stats.accepted_by_rank == [[2 / 4, 2 / 4 * 1 / 2], [1 / 3, 2 / 3 * 1 / 1], [1 / 1]]
+    assert stats.accepted_by_rank == [[2 / 4, 2 / 4 * 1 / 2], [1 / 3, (1 - 1 / 3) * 1 / 1], [1 / 1]]
 
 
 def test_ranks_count_among_siblings_however_nodes_are_numbered() -> None:
