@@ -20,6 +20,8 @@ from specedge.export.weights import read_float32
 from specedge.quant.scheme import Scheme
 from specedge.runtime import Engine, Sampling, TreeShape, load
 from specedge.runtime.heads import MedusaHeads
+from specedge.runtime.tree import TokenTree
+from test_runtime_sampling_laws import chi_square
 from tiny import Array
 
 HEADS, VOCAB, HIDDEN = 3, 64, 64
@@ -74,7 +76,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def reference(folder: Path, tensors: dict[str, torch.Tensor], shared: torch.Tensor, layers: int) -> Callable[[Array], Array]:
+def reference(tensors: dict[str, torch.Tensor], shared: torch.Tensor, layers: int) -> Callable[[Array], Array]:
     """Medusa in a few lines of torch: blocks x + silu(W x + b), then each head's matrix or the target's."""
 
     def logits(hidden: Array) -> Array:
@@ -83,7 +85,7 @@ def reference(folder: Path, tensors: dict[str, torch.Tensor], shared: torch.Tens
             x = torch.from_numpy(hidden)
             for layer in range(layers):
                 x = x + F.silu(tensors[f"{head}.{layer}.weight"] @ x + tensors[f"{head}.{layer}.bias"])
-            rows.append((tensors.get(f"{head}.lm_head", shared) @ x).numpy())
+            rows.append((tensors.get(f"{head}.lm_head.weight", shared) @ x).numpy())
         return np.stack(rows)
 
     return logits
@@ -100,22 +102,20 @@ def test_the_graph_computes_the_heads(
     bundle = open_bundle(path)
     head, role = bundle.manifest.heads["medusa"], bundle.role("target")
     stored = {w.name: torch.from_numpy(np.array(read_float32(w, bundle.file(head.weight_file))[0])) for w in head.weights}
-    tensors = {
-        name.removeprefix("heads.").replace(".layers.", ".").removesuffix("lm_head.weight"): t for name, t in stored.items()
-    }
-    tensors = {f"{name}lm_head" if name.endswith(".") else name: tensor for name, tensor in tensors.items()}
+    tensors = {name.removeprefix("heads.").replace(".layers.", "."): tensor for name, tensor in stored.items()}
     matrix = {w.name: w for w in role.weights}
     shared = matrix.get("lm_head.weight") or matrix["embed_tokens.weight"]
     shared_values = torch.from_numpy(np.array(read_float32(shared, bundle.file(role.weight_file))[0]))
-    expected = reference(sources / heads, tensors, shared_values, 1 if heads == "own" else 2)
+    expected = reference(tensors, shared_values, 1 if heads == "own" else 2)
     engine = load(path, threads=1)
     opened = MedusaHeads(bundle, head, get_device(device), 1)
-    limit = 1e-3 if not options or device == "cpu-static" else 0.3  # int8 activations on `cpu`
+    rounded = bool(options) and device == "cpu"  # activations to 8 bits
     for token in PROMPT:
         engine.target.step([token])
         hidden = engine.target.hidden(0)
         engine.target.commit([0])
-        assert np.abs(opened.logits(hidden) - expected(hidden)).max() <= limit
+        found, true = opened.logits(hidden), expected(hidden)
+        assert np.abs(found - true).max() <= (0.05 * np.abs(true).max() if rounded else 1e-3)
     if heads == "shared":  # the matrix is borrowed, not stored again
         assert not any("lm_head" in weight.name for weight in head.weights)
         assert bundle.manifest.files["medusa/weights.bin"].bytes < HEADS * 2 * (HIDDEN + 2) * HIDDEN * 4
@@ -137,18 +137,12 @@ def test_hidden_rows_are_what_feeds_the_head(sources: Path, tmp_path: Path, devi
     text = [*PROMPT, *range(20, 30)]
     engine.target.prefill(text)
     np.testing.assert_allclose(engine.target.hidden(-1), true_hidden(text), atol=1e-4)
-    tree = bundles_tree(7)
+    tokens = np.random.default_rng(7).permutation(VOCAB)[: len(TREE.parents)]
+    tree = TokenTree(tuple(int(token) for token in tokens), TREE.parents)
     engine.target.step([5, *tree.tokens], tree)
     for node in range(-1, len(tree.tokens)):
         expected = true_hidden([*text, 5, *tree.path(node)])
         np.testing.assert_allclose(engine.target.hidden(node + 1), expected, atol=1e-4)
-
-
-def bundles_tree(seed: int) -> Any:
-    from specedge.runtime.tree import TokenTree
-
-    rng = np.random.default_rng(seed)
-    return TokenTree(tuple(int(token) for token in rng.permutation(VOCAB)[: len(TREE.parents)]), TREE.parents)
 
 
 @pytest.fixture(scope="module", params=["cpu", "cpu-static"])
@@ -178,7 +172,7 @@ def test_greedy_ids_are_the_plain_ones(engines: dict[str, Engine], name: str) ->
 
 
 def test_heads_that_know_are_always_right(engines: dict[str, Engine]) -> None:
-    stats = engines["sure"].generate(PROMPT, max_new_tokens=40, gamma=3).stats
+    stats = engines["sure"].generate([3, 4, 5], max_new_tokens=40, gamma=3).stats  # a text this target would write itself
     assert stats.per_round == [(3, 3)] * 10
 
 
@@ -198,8 +192,6 @@ def test_the_text_of_a_seed_is_the_plain_one(engines: dict[str, Engine], rule: s
 @pytest.mark.parametrize(("rule", "shape"), [("token", TreeShape.chain(2)), ("block", TreeShape.chain(3)), ("recursive", TREE)])
 def test_drawn_drafts_keep_the_law(engines: dict[str, Engine], rule: str, shape: TreeShape) -> None:
     """The first two tokens over 2,000 seeds; the law of what heads draft would be noticed."""
-    from test_runtime_sampling_laws import chi_square
-
     counts = np.zeros((VOCAB, VOCAB))
     for seed in range(2000):
         stream = engines["chain"].stream(PROMPT, Sampling(1.0, seed=seed), 5, tree=shape, rule=rule)
