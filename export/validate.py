@@ -57,6 +57,8 @@ def validate(
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = []
     text = _text(engine)
+    if draft_reference and not ("draft" in bundle.manifest.roles or bundle.manifest.heads):
+        raise SpecedgeError(f"{bundle.path}: holds no draft and no heads to compare; leave out --draft-reference")
     if draft_reference and "draft" in bundle.manifest.roles:
         draft = Model(bundle, "draft", get_device(draft_device or engine.device.name)).sequence()
         draft_checks, _, _ = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text, progress)
