@@ -255,7 +255,8 @@ def _check_values(manifest: Manifest, where: str) -> None:
     for name, head in manifest.heads.items():
         hidden = [spec.shape[-1] for graph in target.graphs for spec in graph.outputs if spec.name == "hidden"]
         wrong[f"heads.{name}.hidden"] = not hidden or set(hidden) != {head.hidden}
-        wrong[f"heads.{name}.depth"] = head.depth < 1
+        outputs = [spec.shape for spec in head.graph.outputs]
+        wrong[f"heads.{name}.depth"] = head.depth < 1 or outputs != [(head.depth, head.vocab_size)]
         wrong[f"heads.{name}.graph"] = head.graph.file not in manifest.files or head.weight_file not in manifest.files
     for key, is_wrong in wrong.items():
         if is_wrong:
