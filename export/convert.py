@@ -16,7 +16,7 @@ from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
-from specedge.export.decoder import IN_PLACE_SPARE, padded_head_dim
+from specedge.export.decoder import IN_PLACE_SPARE, NORMED, padded_head_dim
 from specedge.export.families import joined_layers, tensor_names
 from specedge.export.lower import lower
 from specedge.export.medusa import MedusaCheckpoint, open_medusa
@@ -101,8 +101,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             _check_vocabulary(folder, has_tokenizer, target, draft)
             widths = _draft_widths(request.tree, context)
             roles["draft"] = _write_role("draft", draft, folder, device, widths, context, request, progress)
-        hidden = medusa is not None
-        roles["target"] = _write_role("target", target, folder, device, verify, context, request, progress, hidden)
+        taps = (NORMED,) if medusa else ()
+        roles["target"] = _write_role("target", target, folder, device, verify, context, request, progress, taps)
         heads = {"medusa": _write_medusa(medusa, folder, roles["target"], device, request, progress)} if medusa else {}
         own = [name for name, there in (("draft", draft), ("medusa", medusa)) if there]
         vocab = target.config.vocab_size
@@ -135,9 +135,9 @@ def _write_role(
     context: int,
     request: Request,
     progress: Progress,
-    hidden: bool = False,
+    taps: tuple[int, ...] = (),
 ) -> Role:
-    """Write one model's weight file and graphs into `folder/role`; with `hidden` they give what feeds a draft head."""
+    """Write one model's weight file and graphs into `folder/role`; with `taps` they give what a draft head reads."""
     config, place = checkpoint.config, folder / role
     place.mkdir()
     weights = _write_weights(role, checkpoint, place / WEIGHT_FILE, request, progress)
@@ -146,7 +146,7 @@ def _write_role(
     steps = sorted({*widths, chunk}) if device.static else [None]
     progress(f"{role}: graphs", 0, len(steps))
     for done, width in enumerate(steps, 1):
-        model = to_onnx.trace(config, device.form, width, context, request.dtype, hidden)
+        model = to_onnx.trace(config, device.form, width, context, request.dtype, taps)
         lower(model, {weight.name: weight for weight in weights}, WEIGHT_FILE, device)
         file = "step.onnx" if width is None else f"step_{width}.onnx"
         to_onnx.write(model, place / file)

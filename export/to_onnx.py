@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specedge.bundle import Graph, TensorSpec
 from specedge.devices.device import Form
-from specedge.export.decoder import IN_PLACE_SPARE, Decoder, padded_head_dim
+from specedge.export.decoder import IN_PLACE_SPARE, Decoder, feature_name, padded_head_dim
 from specedge.export.families import DecoderConfig
 from specedge.export.medusa import Medusa, MedusaConfig
 
@@ -28,13 +28,13 @@ _TYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, hidden: bool) -> bytes:
+def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, taps: tuple[int, ...]) -> bytes:
     """Serialised step graph whose weights are still graph inputs, named as in the checkpoint.
 
     Traced on fake tensors, so a model of any size costs no memory; the cache serves a draft shaped like its target.
     """
     with FakeTensorMode(), _quiet():
-        model = Decoder(config, form, _TYPES[dtype], hidden).eval()
+        model = Decoder(config, form, _TYPES[dtype], taps).eval()
         inputs, symbols = _example(config, form, width, context, _TYPES[dtype])
         kv = [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
         past, new = "past_", "present_" if form == "in-place" else "new_"
@@ -50,7 +50,7 @@ def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, d
                 *(past + name for name in kv),
                 *lengths,
             ],
-            output_names=["logits", *["hidden"] * hidden, *(new + name for name in kv)],
+            output_names=["logits", *[feature_name(taps)] * (taps != ()), *(new + name for name in kv)],
             dynamic_shapes=symbols,
             opset_version=OPSET,
             dynamo=True,
@@ -89,10 +89,12 @@ def _finish(program: torch.onnx.ONNXProgram | None, model: torch.nn.Module, tied
     return serialised
 
 
-def trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, hidden: bool = False) -> ir.Model:
+def trace(
+    config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, taps: tuple[int, ...] = ()
+) -> ir.Model:
     """The step graph of `width` (None: symbolic) as IR, its weights still inputs; a fresh copy each time."""
     config = dataclasses.replace(config, inv_freq=(0.0,) * len(config.inv_freq), rope_scaling=1.0)  # the host's matter
-    return ir.from_proto(onnx.load(io.BytesIO(_trace(config, form, width, context, dtype, hidden))))
+    return ir.from_proto(onnx.load(io.BytesIO(_trace(config, form, width, context, dtype, taps))))
 
 
 def trace_medusa(config: MedusaConfig, dtype: str) -> ir.Model:
