@@ -174,6 +174,28 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), kv
 
 
+class Body(nn.Module):
+    """A step in the delta form without LM head: what feeds that, and the new columns."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, dtype=dtype)
+        self.layers = nn.ModuleList(Block(config, "delta", dtype) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.rms_eps, dtype)
+
+    def forward(
+        self, input_ids: Tensor, rope_cos: Tensor, rope_sin: Tensor, attention_bias: Tensor, past: list[KV]
+    ) -> tuple[Tensor, list[KV]]:
+        step = delta_step(Step(rope_cos, rope_sin, attention_bias), self.config)
+        x = self.embed_tokens(input_ids)
+        columns = []
+        for block, kv in zip(self.layers, past, strict=True):
+            x, new = block(x, step, kv)
+            columns.append(new)
+        return self.norm(x), columns
+
+
 class Decoder(nn.Module):
     """A step: token ids in, logits and the new (or present) KV columns out (docs/contract.md).
 
