@@ -7,11 +7,12 @@ temperature x Gumbel for a draw from its law; the best k of them are k draws wit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
+from specedge.bundle import VOCABULARY
 from specedge.export.to_onnx import OPSET
 
 Ranks = tuple[int, ...]
@@ -45,8 +46,12 @@ class Layout:
     half: int  # D / 2 of the rotary tables
     features: tuple[str, int] | None  # the target's output that is read, and its size
     lm_head: tuple[str, int, int]  # the weight's name, Vd and H
-    mapped: bool  # whether the weight `vocabulary` [Vd] says which ids of the target the drafter's are
+    mapped: bool  # whether the weight VOCABULARY [Vd] says which ids of the target the drafter's are
     dtype: ir.DataType
+
+    def at(self, width: int | None) -> "Layout":
+        """The same for so many rows of text."""
+        return replace(self, width=width)
 
 
 def levels_of(paths: Sequence[Ranks]) -> list[list[Ranks]]:
@@ -76,7 +81,9 @@ def expand(first: Body, following: Body, paths: Sequence[Ranks], layout: Layout)
     done = 0
     drafted: list[ir.Value] = []
     for level, fed in zip(levels, inner, strict=True):
-        scores = graph.op("Add", logits[-1], graph.take(graph.noise, range(done, done + len(parents)), count + 1, axis=0))
+        scores = graph.op(
+            "Add", graph.wide(logits[-1]), graph.take(graph.noise, range(done, done + len(parents)), count + 1, axis=0)
+        )
         done += len(parents)
         ids = graph.choose(scores, [(parents.index(path[:-1]), path[-1]) for path in level])
         drafted.append(ids)
@@ -103,7 +110,7 @@ def expand(first: Body, following: Body, paths: Sequence[Ranks], layout: Layout)
 
 
 def step(body: Body, layout: Layout, last_only: bool) -> ir.Model:
-    """A step with its LM head: `logits`, `hidden` (what is fed back) and `new_*`.
+    """A step with its LM head: `logits`, `fed_back` and `new_*`.
 
     All rows of both, or with `last_only` the one that `last_row` names: what reads the text needs no more.
     """
@@ -118,7 +125,7 @@ def step(body: Body, layout: Layout, last_only: bool) -> ir.Model:
     assert hidden is not None
     logits = graph.op("Unsqueeze", graph.logits(head), graph.ints(0))
     graph.output("logits", logits, layout.dtype, [1, rows, layout.lm_head[1]])
-    graph.output("hidden", graph.op("Identity", fed_back), layout.dtype, [1, rows, hidden[-1]])
+    graph.output(FED_BACK, graph.op("Identity", fed_back), layout.dtype, [1, rows, hidden[-1]])
     for name in kv:
         graph.new_columns(name, read[name])
     return graph.model()
@@ -158,7 +165,7 @@ class _Composer:
         self.cos, self.sin = (self.input(f"rope_{name}", layout.dtype, [1, 1, rows, half]) for name in ("cos", "sin"))
         self.bias = self.input("attention_bias", layout.dtype, [1, 1, rows, slots])
         if self.parents is not None:
-            self.noise = self.input("noise", layout.dtype, [self.parents, layout.lm_head[1]])
+            self.noise = self.input("noise", ir.DataType.FLOAT, [self.parents, layout.lm_head[1]])
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[Size]) -> ir.Value:
         if name not in self.inputs:
@@ -245,6 +252,10 @@ class _Composer:
         transposed = self.op("Transpose", self.input(name, self.layout.dtype, [rows, columns]))
         return self.op("Squeeze", self.op("MatMul", x, transposed), self.ints(0))
 
+    def wide(self, logits: ir.Value) -> ir.Value:
+        """As float32: float16 would round noise and logits to another law than theirs."""
+        return logits if self.layout.dtype == ir.DataType.FLOAT else self.op("Cast", logits, to=ir.DataType.FLOAT)
+
     def choose(self, scores: ir.Value, children: Sequence[tuple[int, int]]) -> ir.Value:
         """Target ids int32 [n] of `children`, each the parent's row of `scores` and its rank among the best there."""
         most = 1 + max(rank for _, rank in children)
@@ -256,7 +267,7 @@ class _Composer:
             flat = self.op("Reshape", best.outputs[1], self.ints(-1))
             ids = self.take(flat, [row * most + rank for row, rank in children], None, axis=0)
         if self.layout.mapped:
-            vocabulary = self.input("vocabulary", ir.DataType.INT32, [self.layout.lm_head[1]])
+            vocabulary = self.input(VOCABULARY, ir.DataType.INT32, [self.layout.lm_head[1]])
             return self.op("Gather", vocabulary, ids)
         return self.op("Cast", ids, to=ir.DataType.INT32)
 

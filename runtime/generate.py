@@ -11,7 +11,9 @@ from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime.control import Adaptive, Control, Fixed
-from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, MedusaDrafter, NoDrafter
+from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDrafter
+from specedge.runtime.eagle import EagleHead
+from specedge.runtime.head_drafters import EagleDrafter, MedusaDrafter
 from specedge.runtime.heads import MedusaHeads
 from specedge.runtime.model import Model
 from specedge.runtime.request import Options, Request, Stream
@@ -21,7 +23,7 @@ from specedge.runtime.sample import Sampling
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.text import Prompt, Tokenizer
 
-_DRAFTERS = ("draft", "medusa", "lookup")
+_DRAFTERS = ("draft", "medusa", "eagle", "lookup")
 
 
 class Engine:
@@ -48,16 +50,19 @@ class Engine:
         models = [Model(bundle, "target", device, threads, prepare)]
         if self._drafts("draft"):
             models.append(Model(bundle, "draft", draft_device, threads, prepare))
+        self._eagle = EagleHead(bundle, draft_device, threads) if self._drafts("eagle") else None
         self._heads = MedusaHeads(bundle, manifest.heads["medusa"], draft_device, threads) if self._drafts("medusa") else None
         self.weight_files = sorted(set().union(*(model.weight_files for model in models)))
         self.target = models[0].sequence()
         self._draft = models[1].sequence() if models[1:] else None
+        self._unrolling = models[1].unrolling(self._draft) if self._draft else None
         self._busy = threading.Lock()
 
     @property
     def graph_seconds(self) -> float:
         """Time spent inside the graphs of target and drafter so far."""
-        return self.target.graph_seconds + sum(drafter.graph_seconds for drafter in (self._draft, self._heads) if drafter)
+        drafting = sum(drafter.graph_seconds for drafter in (self._draft, self._heads, self._eagle) if drafter)
+        return self.target.graph_seconds + drafting + (self._unrolling.seconds if self._unrolling else 0.0)
 
     def _drafts(self, name: str) -> bool:
         return self.drafter_name == name
@@ -166,9 +171,11 @@ class Engine:
         if not speculate:
             return NoDrafter()
         if self._draft is not None:
-            return DraftModel(self._draft, rule.choose)
+            return DraftModel(self._draft, rule, self._unrolling)
         if self._heads is not None:
-            return MedusaDrafter(self._heads, rule.choose)
+            return MedusaDrafter(self._heads, rule)
+        if self._eagle is not None:
+            return EagleDrafter(self._eagle, rule)
         return LookupDrafter(self.context)
 
     def new_control(self, rule: Rule, gamma: int | None = None, tree: TreeShape | None = None) -> Control:
@@ -185,7 +192,8 @@ class Engine:
             return Fixed(TreeShape.chain(gamma))
         if tree is not None and not self._branches and not tree.is_chain:
             raise UsageError(
-                f"tree: drafter {self.drafter_name!r} drafts chains only; leave it out or convert with --draft or --medusa"
+                f"tree: drafter {self.drafter_name!r} drafts chains only; leave it out or convert with --draft, --medusa or "
+                "--eagle"
             )
         tree = tree or (None if rule.chain else self.default_tree)
         if tree is None:

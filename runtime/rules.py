@@ -10,8 +10,9 @@ import numpy as np
 from specedge.errors import UsageError
 from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
+from specedge.runtime.in_graph import Gumbels, InGraph, Noise, gumbel
 from specedge.runtime.law import Floats, Ids, Law
-from specedge.runtime.philox import Numbers, Purpose, Uniforms, uniforms
+from specedge.runtime.philox import Numbers, Purpose, Uniforms, draft_uniforms, uniforms
 from specedge.runtime.sample import Logits, best, top
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.tree import Laws, Proposal
@@ -43,15 +44,22 @@ Judge = Callable[[Proposal, Rows, Tokens[int]], Accepted]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one request drafts and judges; `chain` says that trees are refused."""
+    """How one request drafts and judges; `chain` says that trees are refused.
+
+    `in_graph` is how a graph that drafts in one call makes the choice, None where only the host can.
+    """
 
     name: str
     choose: Choose
     judge: Judge
+    in_graph: InGraph | None
     chain: bool = False
 
 
 _POSITIONS = 64  # whose noise is remembered: a round looks no further ahead
+
+# Temperatures at which float32 adds noise and logits with enough places left: beyond, the host draws.
+_COLDEST, _HOTTEST = 0.05, 100.0
 
 RULES = ("token", "block", "recursive", "point-mass", "coupled", "lossy-typical")
 """Names a request may ask for; greedy requests need none."""
@@ -68,22 +76,50 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
     """
     if name is not None and name not in RULES:
         raise UsageError(f"rule {name!r}: expected one of {', '.join(RULES)}")
+    likeliest = InGraph(sampler) if not sampler.sampling.penalises else None  # a penalty would have to see the drafts
     if sampler.sampling.greedy:
-        return Rule("greedy", _best(sampler), _greedy(sampler))
+        return Rule("greedy", _best(sampler), _greedy(sampler), likeliest)
     drawn, best = _drawn(sampler), _best(sampler)
+    by_chance = likeliest if likeliest and _COLDEST <= sampler.sampling.temperature <= _HOTTEST else None
+    drawn_in_graph = by_chance and InGraph(sampler, _draft_gumbels(sampler), draws=True)
     match name:
         case "token":
-            return Rule(name, drawn, _by_q(sampler, accept.accept_token), chain=True)
+            return Rule(name, drawn, _by_q(sampler, accept.accept_token), drawn_in_graph, chain=True)
         case "block":
-            return Rule(name, drawn, _by_q(sampler, accept.accept_block), chain=True)
+            return Rule(name, drawn, _by_q(sampler, accept.accept_block), drawn_in_graph, chain=True)
         case "point-mass":
-            return Rule(name, best, _by_p(sampler, accept.accept_point_mass))
+            return Rule(name, best, _by_p(sampler, accept.accept_point_mass), likeliest)
         case "lossy-typical":
-            return Rule(name, best, _by_p(sampler, accept.accept_typical))
+            return Rule(name, best, _by_p(sampler, accept.accept_typical), likeliest)
         case "coupled":
             noise = _Noise(sampler)
-            return Rule(name, _coupled(sampler, noise), _by_p(sampler, accept.accept_coupled, noise))
-    return Rule("recursive", drawn, _by_q(sampler, accept.accept_recursive))
+            coupled_in_graph = by_chance and InGraph(sampler, _shared_gumbels(sampler, noise))
+            return Rule(name, _coupled(sampler, noise), _by_p(sampler, accept.accept_coupled, noise), coupled_in_graph)
+    return Rule("recursive", drawn, _by_q(sampler, accept.accept_recursive), drawn_in_graph)
+
+
+def _draft_gumbels(sampler: Sampler) -> Gumbels:
+    """Noise of its own for every parent."""
+
+    def gumbels(root: int, depths: Tokens[int], ids: Ids) -> Noise:
+        rows = [draft_uniforms(sampler.sampling.seed, root, parent, len(ids)) for parent in range(len(depths))]
+        return gumbel(np.stack(rows))
+
+    return gumbels
+
+
+def _shared_gumbels(sampler: Sampler, noise: Uniforms) -> Gumbels:
+    """The noise of the race that the target will hold too: arriving first is having the largest log q + Gumbel noise."""
+
+    def gumbels(root: int, depths: Tokens[int], ids: Ids) -> Noise:
+        numbers = Numbers(sampler.sampling.seed, root, uniforms=noise)
+        known = ids[: int(ids.searchsorted(sampler.allowed))]  # the rest is padding
+        rows = np.zeros((len(depths), len(ids)), np.float32)
+        for row, depth in zip(rows, depths, strict=True):
+            row[: len(known)] = gumbel(numbers.noise(depth, known))
+        return rows
+
+    return gumbels
 
 
 def _best(sampler: Sampler) -> Choose:
