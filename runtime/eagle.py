@@ -35,6 +35,8 @@ class EagleHead:
         self._tables = rope_tables(self.role)
         self._reads = "hidden" if self.role.taps == (-1,) else "features"
         self._opened: list[DeltaGraph] = []
+        self.step_bytes = _step_bytes(bundle)
+        """What one step reads: its own weights but the embedding, and the LM head of the target if it has none."""
         self.unrolling = Unrolling(self.role, self.cache, self._tables, self._open)
 
     @property
@@ -131,3 +133,11 @@ class EagleHead:
                 path = bundle.file(self.role.weight_file)
                 return np.fromfile(path, extent.dtype, extent.shape[0], offset=extent.offset).astype(np.intp)
         return np.arange(self.role.vocab_size)
+
+
+def _step_bytes(bundle: Bundle) -> int:
+    own, target = ({weight.name: weight for weight in bundle.role(name).weights} for name in ("eagle", "target"))
+    read = [weight for name, weight in own.items() if name != "embed_tokens.weight"]
+    if "lm_head.weight" not in own:
+        read.append(target.get("lm_head.weight") or target["embed_tokens.weight"])
+    return sum(extent.bytes for weight in read for extent in weight.parts.values())

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specedge.bundle import Bundle, open_bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
@@ -15,6 +17,7 @@ from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDraf
 from specedge.runtime.eagle import EagleHead
 from specedge.runtime.head_drafters import EagleDrafter, MedusaDrafter
 from specedge.runtime.heads import MedusaHeads
+from specedge.runtime.law import Ids
 from specedge.runtime.model import Model
 from specedge.runtime.request import Options, Request, Stream
 from specedge.runtime.results import Result
@@ -22,6 +25,7 @@ from specedge.runtime.rules import Rule
 from specedge.runtime.sample import Sampling
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.text import Prompt, Tokenizer
+from specedge.runtime.unrolled import Expansion
 
 _DRAFTERS = ("draft", "medusa", "eagle", "lookup")
 
@@ -50,7 +54,7 @@ class Engine:
         models = [Model(bundle, "target", device, threads, prepare)]
         if self._drafts("draft"):
             models.append(Model(bundle, "draft", draft_device, threads, prepare))
-        self._eagle = EagleHead(bundle, draft_device, threads) if self._drafts("eagle") else None
+        self.eagle = EagleHead(bundle, draft_device, threads) if self._drafts("eagle") else None
         self._heads = MedusaHeads(bundle, manifest.heads["medusa"], draft_device, threads) if self._drafts("medusa") else None
         self.weight_files = sorted(set().union(*(model.weight_files for model in models)))
         self.target = models[0].sequence()
@@ -61,7 +65,7 @@ class Engine:
     @property
     def graph_seconds(self) -> float:
         """Time spent inside the graphs of target and drafter so far."""
-        drafting = sum(drafter.graph_seconds for drafter in (self._draft, self._heads, self._eagle) if drafter)
+        drafting = sum(drafter.graph_seconds for drafter in (self._draft, self._heads, self.eagle) if drafter)
         return self.target.graph_seconds + drafting + (self._unrolling.seconds if self._unrolling else 0.0)
 
     def _drafts(self, name: str) -> bool:
@@ -124,6 +128,24 @@ class Engine:
         paths = self.bundle.manifest.tree
         return TreeShape.from_paths(paths) if paths and self._branches else None
 
+    def expansion(self, shape: TreeShape) -> Expansion | None:
+        """The graph that drafts `shape` in one call, if there is one."""
+        unrolling = self.eagle.unrolling if self.eagle else self._unrolling
+        return unrolling.covering(shape) if unrolling else None
+
+    @property
+    def expansions(self) -> tuple[TreeShape, ...]:
+        """The chains and trees that are drafted in one call."""
+        unrolling = self.eagle.unrolling if self.eagle else self._unrolling
+        return unrolling.shapes if unrolling else ()
+
+    @property
+    def draft_ids(self) -> Ids:
+        """[Vd] which ids of the target a draft model's or head's own are."""
+        if self.eagle:
+            return self.eagle.ids
+        return np.arange(self._draft.role.vocab_size if self._draft else 0)
+
     @property
     def _branches(self) -> bool:
         """Whether the drafter can draft more than a chain."""
@@ -174,8 +196,8 @@ class Engine:
             return DraftModel(self._draft, rule, self._unrolling)
         if self._heads is not None:
             return MedusaDrafter(self._heads, rule)
-        if self._eagle is not None:
-            return EagleDrafter(self._eagle, rule)
+        if self.eagle is not None:
+            return EagleDrafter(self.eagle, rule)
         return LookupDrafter(self.context)
 
     def new_control(self, rule: Rule, gamma: int | None = None, tree: TreeShape | None = None) -> Control:
@@ -197,7 +219,7 @@ class Engine:
             )
         tree = tree or (None if rule.chain else self.default_tree)
         if tree is None:
-            return Adaptive(self._step_cost, self._draft_cost(), min(max(self.bundle.manifest.widths), deepest + 1))
+            return Adaptive(self._step_cost, self._draft_cost, min(max(self.bundle.manifest.widths), deepest + 1))
         if rule.chain and not tree.is_chain:
             raise UsageError(f"rule {rule.name!r}: judges chains only, [[0], [0, 0], ...]; use recursive for this tree")
         if len(tree.parents) >= widest:
@@ -213,11 +235,17 @@ class Engine:
         widths = [graph.width for graph in self.target.role.graphs if graph.width is not None and graph.width >= width]
         return self.device.cost(min(widths, default=width))
 
-    def _draft_cost(self) -> float:
-        """Time of one drafted token over a step of width 1, as far as the bytes tell that both read."""
+    def _draft_cost(self, gamma: int) -> float:
+        """Time of drafting a chain over a step of width 1, as far as the bytes tell that both read."""
+        target = self.target.role.stored_bytes
         if self._heads is not None:
-            return self._heads.head.stored_bytes / self._heads.head.depth / self.target.role.stored_bytes
-        return self._draft.role.stored_bytes / self.target.role.stored_bytes if self._draft else 0.0
+            return self._heads.head.stored_bytes / target
+        if self.eagle is None and self._draft is None:
+            return 0.0
+        expansion = self.expansion(TreeShape.chain(gamma))
+        steps = expansion.shape.depth if expansion else gamma  # a longer chain is drafted whole
+        step_bytes = self.eagle.step_bytes if self.eagle else self._draft.role.stored_bytes if self._draft else 0
+        return steps * step_bytes / target
 
     def acquire(self) -> None:
         if not self._busy.acquire(blocking=False):

@@ -68,8 +68,9 @@ class EagleDrafter:
     def learn(self, target: Sequence, rows: Tokens[int]) -> None:
         self._features.append(target.hidden(rows))
         unread = sum(map(len, self._features))
-        if unread >= self._head.role.chunk and self._head.cache.length + unread < len(self._text):
-            self._head.read(*self._take(self._text[: self._head.cache.length + unread + 1]))
+        end = self._head.cache.length + unread + 1
+        if unread >= self._head.role.chunk and end < len(self._text):  # the last one is read to draft
+            self._head.read(*self._take(self._text[:end]))
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         self._text = history

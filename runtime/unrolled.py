@@ -100,6 +100,11 @@ class Unrolling:
         """Time spent inside the graphs so far."""
         return sum(expansion.seconds for expansion in self._expansions)
 
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """What is drafted in one call, the smallest first."""
+        return tuple(expansion.shape for expansion in self._expansions)
+
     def covering(self, shape: TreeShape) -> Expansion | None:
         """The smallest expansion that begins with `shape`, node for node; None if there is none."""
         size = len(shape.parents)

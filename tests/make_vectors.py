@@ -19,8 +19,8 @@ from specedge.bundle import KVLayout, Role, Rope
 from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
 from specedge.runtime.law import Law
-from specedge.runtime.rope import rope_tables
 from specedge.runtime.philox import WORD, Numbers, Purpose, philox4x32, uniform
+from specedge.runtime.rope import rope_tables
 from specedge.runtime.rules import make_rule
 from specedge.runtime.sample import Sampling, filtered
 from specedge.runtime.sampler import Sampler
