@@ -120,7 +120,7 @@ def read_settings(files: HeadFiles, generation: int) -> EagleSettings:
 
 def _check_supported(settings: EagleSettings, generation: int) -> None:
     if settings.speculators:  # what is missing there is a default of this type's
-        kind = settings.places[_LAYER].get("model_type", "llama")
+        kind = settings.places[_LAYER].get("model_type") or "llama"
         if kind != "llama":
             raise SpecedgeError(f'{settings.path}: {_LAYER}model_type: {_shown(kind)} is not supported, expected "llama"')
     for key, by_generation in _ONLY.items():
