@@ -1,17 +1,20 @@
 """The names under which projects publish an EAGLE head's tensors (docs/head_layouts.md), and those they must not carry."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
 
 from specedge.errors import SpecedgeError
 from specedge.export.head_files import HeadFiles
 from specedge.export.tensors import first_of
 
-MAPS = ("d2t", "t2d")
-"""The vocabulary map: integers, and no part of what a head computes."""
-
+_FLOATS, _INTEGERS = ("F32", "F16", "BF16"), ("I64", "I32", "BOOL")
 _PREFIXES = ("model.", "draft_model.", "eagle_module.")
-_BESIDE = ("lm_head.weight", *MAPS)  # stay without the prefix in some files
+_BESIDE = ("lm_head.weight", "d2t", "t2d")  # stay without the prefix in some files
 _CARRIES_NOTHING = re.compile(
     r"(?:.*\.)?(?:rotary_emb|rotary_pos_emb)\.(?:inv_freq|original_inv_freq|cos_cached|sin_cached)|"
     r"(?:(?:model|draft_model|eagle_module)\.)*(?:verifier|target_model\.).*"
@@ -41,8 +44,48 @@ _REFUSED = (
 )
 
 
-def canonical_names(files: HeadFiles) -> dict[str, str]:
-    """Canonical name (as `eagle.eagle_shapes` has them, d2t and t2d) -> name in the file, leftovers without meaning dropped.
+@dataclass(frozen=True, slots=True)
+class NamedTensors:
+    """A head's tensors by their canonical names: those of `eagle.eagle_shapes`, and the vocabulary maps d2t and t2d."""
+
+    files: HeadFiles
+    names: Mapping[str, str]  # canonical -> in the file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.files.tensors[self.names[name]].shape
+
+    def where(self, name: str) -> str:
+        """File and name in it, for an error message."""
+        return f"{self.files.path}: {self.names[name]}"
+
+    def matrix(self, name: str) -> tuple[int, int]:
+        """Rows and columns of a tensor that every head has."""
+        shape = self.shape(name) if name in self else self.missing(name, f"found {first_of(self.files.tensors)}")
+        if len(shape) != 2 or 0 in shape:
+            raise SpecedgeError(f"{self.where(name)}: expected a matrix, found shape {shape}; not an EAGLE head, or damaged")
+        return shape[0], shape[1]
+
+    def integers(self, name: str) -> npt.NDArray[np.int64]:
+        """The values of a vocabulary map."""
+        tensor = self.files.tensors[self.names[name]]
+        if tensor.dtype not in _INTEGERS or len(tensor.shape) != 1 or 0 in tensor.shape:
+            raise SpecedgeError(f"{self.where(name)}: expected a list of integers, found {tensor.dtype} {tensor.shape}")
+        return tensor.read().astype(np.int64)
+
+    def require_floats(self, name: str) -> None:
+        if (dtype := self.files.tensors[self.names[name]].dtype) not in _FLOATS:
+            raise SpecedgeError(f"{self.where(name)}: expected one of {', '.join(_FLOATS)}, found {dtype}")
+
+    def missing(self, name: str, why: str) -> NoReturn:
+        published = name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name
+        raise SpecedgeError(f"{self.files.path}: missing tensor: {published}, {why}; not a whole EAGLE head: download it again")
+
+
+def name_tensors(files: HeadFiles) -> NamedTensors:
+    """A head's tensors, leftovers without meaning dropped.
 
     Raises:
         SpecedgeError: A tensor belongs to no head that is supported.
@@ -66,7 +109,7 @@ def canonical_names(files: HeadFiles) -> dict[str, str]:
             names[bare] = name
     if unknown:
         raise SpecedgeError(f"{files.path}: unused tensor: {first_of(unknown)}; an EAGLE head has no place for it")
-    return names
+    return NamedTensors(files, names)
 
 
 def _prefix(names: Iterable[str]) -> str:

@@ -13,12 +13,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
 
 from specedge.errors import SpecedgeError
+from specedge.export.eagle_names import NamedTensors
 from specedge.export.families import DecoderConfig, read_rope
 from specedge.export.head_files import HeadFiles
 
 DEFAULT_EPS = 1e-6  # of SafeAILab's EConfig and of LlamaConfig
 DEFAULT_ROPE_BASE = 10000.0
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_LAYER = "transformer_layer_config."  # where speculators keeps the layer's settings, without those that are LlamaConfig's
 _KINDS = {"eagle": 1, "eagle3": 3}  # speculators_model_type
 
 # Keys that change the computation without changing a shape, and the only value supported, by generation (None: not read).
@@ -82,16 +84,21 @@ class EagleSettings:
         for key, value in self.said(*keys).items():
             if value != found or type(value) is not type(found):
                 raise SpecedgeError(
-                    f"{self.path}: {key}: {_shown(value)}, but {where} gives {_shown(found)}; the settings and the tensors are "
-                    "of different heads, or the key is wrong: correct it or download the head again"
+                    f"{self.path}: {key}: {_shown(value)}, but {where} gives {_shown(found)}; correct the key, or use a head "
+                    "made for this target whose files agree"
                 )
+
+    def otherwise(self, key: str, found: Any) -> list[str]:
+        """Notes on a key that says otherwise than the tensors, which count."""
+        said = {name: value for name, value in self.said(key).items() if value != found}
+        return [f"{self.path}: {name}: {_shown(value)}, the tensors say {_shown(found)}" for name, value in said.items()]
 
 
 def read_settings(files: HeadFiles, generation: int) -> EagleSettings:
     """Raises a `SpecedgeError` for settings of another kind of head, or for keys that ask for what is not supported."""
     path, top = files.path.parent / "config.json", files.settings
     kind = top.get("speculators_model_type")
-    if kind is not None and _KINDS.get(kind) != generation:
+    if kind is not None and (not isinstance(kind, str) or _KINDS.get(kind) != generation):
         raise SpecedgeError(
             f"{path}: speculators_model_type: {_shown(kind)}, but the tensors are those of an EAGLE-{generation} head; "
             f"expected one of {', '.join(_KINDS)}"
@@ -99,13 +106,12 @@ def read_settings(files: HeadFiles, generation: int) -> EagleSettings:
     if top.get("quantization_config"):
         raise SpecedgeError(f"{path}: quantization_config: use the head that is not quantised")
     places: dict[str, Mapping[str, Any]] = {"": top}
-    for key in ("eagle_config", "transformer_layer_config"):
-        if top.get(key) is None:
-            continue
-        if not isinstance(top[key], dict):
-            raise SpecedgeError(f"{path}: {key}: expected a JSON object, found {_shown(top[key])}")
-        places[f"{key}."] = top[key]
-    if kind is not None and "transformer_layer_config." not in places:
+    for place in ("eagle_config.", _LAYER):
+        content = top.get(place.removesuffix("."))
+        if content is not None and not isinstance(content, dict):
+            raise SpecedgeError(f"{path}: {place.removesuffix('.')}: expected a JSON object, found {_shown(content)}")
+        places |= {} if content is None else {place: content}
+    if kind is not None and _LAYER not in places:
         raise SpecedgeError(f"{path}: transformer_layer_config: missing, expected with speculators_model_type {_shown(kind)}")
     settings = EagleSettings(path, places, kind is not None)
     _check_supported(settings, generation)
@@ -114,9 +120,9 @@ def read_settings(files: HeadFiles, generation: int) -> EagleSettings:
 
 def _check_supported(settings: EagleSettings, generation: int) -> None:
     if settings.speculators:  # what is missing there is a default of this type's
-        for key, value in settings.said("model_type").items():
-            if value != "llama":
-                raise SpecedgeError(f"{settings.path}: {key}: {_shown(value)} is not supported, expected 'llama'")
+        kind = settings.places[_LAYER].get("model_type") or "llama"
+        if kind != "llama":
+            raise SpecedgeError(f'{settings.path}: {_LAYER}model_type: {_shown(kind)} is not supported, expected "llama"')
     for key, by_generation in _ONLY.items():
         expected = by_generation[generation == 3]
         for name, value in settings.said(key).items():
@@ -130,11 +136,9 @@ def _check_supported(settings: EagleSettings, generation: int) -> None:
             raise SpecedgeError(f"{settings.path}: {name}: {_shown(kinds)} is not supported, expected full_attention")
 
 
-def read_decoder(
-    settings: EagleSettings, shapes: Mapping[str, tuple[int, ...]], target: DecoderConfig, hidden: int
-) -> DecoderConfig:
+def read_decoder(settings: EagleSettings, tensors: NamedTensors, target: DecoderConfig) -> DecoderConfig:
     """The head's layer: sizes from its tensors, which the settings may not contradict, the rest from the settings."""
-    queries, keys = (shapes[f"layer.self_attn.{name}_proj.weight"][0] for name in "qk")
+    queries, keys, hidden = (tensors.matrix(f"layer.self_attn.{name}_proj.weight")[0] for name in "qko")
     heads = settings.size("num_attention_heads")
     if heads is None and not settings.speculators:
         raise SpecedgeError(
@@ -148,11 +152,11 @@ def read_decoder(
             f"{settings.path}: num_attention_heads: {heads} does not divide q_proj ({queries} rows) and k_proj ({keys} rows) "
             "into heads of one size; correct it"
         )
-    intermediate = shapes["layer.mlp.gate_proj.weight"][0]
+    intermediate = tensors.matrix("layer.mlp.gate_proj.weight")[0]
     measured = {"hidden_size": hidden, "head_dim": head_dim, "intermediate_size": intermediate}
     for key, size in (measured | {"num_key_value_heads": keys // head_dim}).items():
         settings.require(size, "the layer", key)
-    settings.require(target.hidden, "the target's hidden_size", "target_hidden_size")
+    settings.require(target.hidden, "the target", "target_hidden_size")
     rope = {key: value for key in _ROPE_KEYS if (value := settings.one(key)) is not None}
     try:
         llama = LlamaConfig(
@@ -179,8 +183,8 @@ def read_decoder(
             max_positions=target.max_positions,
             rms_eps=DEFAULT_EPS if (eps := settings.one("rms_norm_eps")) is None else eps,
             tied=False,
-            attention_bias=any(f"layer.self_attn.{name}_proj.bias" in shapes for name in "qkv"),
-            mlp_bias=any(name.startswith("layer.mlp.") and name.endswith(".bias") for name in shapes),
+            attention_bias=any(f"layer.self_attn.{name}_proj.bias" in tensors for name in "qkv"),
+            mlp_bias=any(name.startswith("layer.mlp.") and name.endswith(".bias") for name in tensors.names),
             inv_freq=tuple(inv_freq.tolist()),
             rope_scaling=rope_scaling,
         )
@@ -205,7 +209,7 @@ def feeds_back_normed(settings: EagleSettings) -> bool:
 
 def settings_notes(settings: EagleSettings, config: DecoderConfig, generation: int, taps: int) -> list[str]:
     """Defaults that were assumed, and what the settings say otherwise than the tensors, which count."""
-    notes = []
+    notes, differing = [], list[str]()
     if settings.speculators and generation == 3 and settings.flag("norm_before_residual") is None:
         notes.append("norm_before_residual: not there, false assumed, speculators' own default (vLLM assumes true)")
     if not settings.speculators and settings.one("rms_norm_eps") is None:
@@ -224,12 +228,8 @@ def settings_notes(settings: EagleSettings, config: DecoderConfig, generation: i
     if generation == 3:
         found |= {"num_aux_hidden_states": taps, "num_aux_layers": taps}
     for key, value in found.items():
-        notes += [f"{name}: {_shown(said)}, the tensors say {_shown(value)}" for name, said in _other(settings, key, value)]
-    return [f"{settings.path}: {note}" for note in notes]
-
-
-def _other(settings: EagleSettings, key: str, value: Any) -> list[tuple[str, Any]]:
-    return [(name, said) for name, said in settings.said(key).items() if said != value]
+        differing += settings.otherwise(key, value)
+    return [f"{settings.path}: {note}" for note in notes] + differing
 
 
 def _shown(value: Any) -> str:

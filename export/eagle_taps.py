@@ -23,10 +23,10 @@ def read_taps(settings: EagleSettings, layers: int, count: int, chosen: tuple[in
         return _checked(_OPTION, chosen, layers, count)
     if (given := given_ids(settings)) is None:
         default = default_taps(layers)
-        if count != len(default) or not 0 <= default[0] < default[1] < default[2]:
+        if count != len(default) or list(default) != sorted(set(default)):
             raise SpecedgeError(
-                f"{settings.path}: {_KEYS[0]}: missing, and there is no default for {count} taps of a target of {layers} layers; "
-                f"give the residual streams that the head reads as {_OPTION}, e.g. 2,5,8: those entering blocks 2, 5 and 8"
+                f"{settings.path}: {_KEYS[0]}: missing, and {count} taps of a target of {layers} layers have no default; give "
+                f"the residual streams that the head reads, e.g. {_OPTION} 2,5,8: those entering blocks 2, 5 and 8"
             )
         return default
     source = f"{settings.path}: {first_of(settings.said(*_KEYS))}"
