@@ -3,6 +3,7 @@
 import operator
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class Engine:
             pass
         return stream.result()
 
-    @property
+    @cached_property
     def default_tree(self) -> TreeShape | None:
         """What is drafted unless a request says otherwise: the bundle's tree, if its drafter can draft one."""
         paths = self.bundle.manifest.tree

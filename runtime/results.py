@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from specedge.runtime.decode import Round
-from specedge.runtime.tree import ROOT, depths
+from specedge.runtime.tree import ROOT, Nodes, children_of, depths
 
-Nodes = tuple[int, ...]
 FinishReason = Literal["stop", "length"]
 
 
@@ -97,7 +96,7 @@ class Stats:
         tried, taken, there = Counter[tuple[int, int]](), Counter[tuple[int, int]](), set[tuple[int, int]]()
         for outcome, count in self.outcomes.items():
             for depth, node in enumerate((ROOT, *outcome.nodes)[: outcome.tokens]):
-                children = [child for child, parent in enumerate(outcome.parents) if parent == node]
+                children = children_of(outcome.parents)[node + 1]
                 there |= {(depth, rank) for rank in range(len(children))}
                 hit = children.index(outcome.nodes[depth]) if depth < len(outcome.nodes) else None
                 tried.update({(depth, rank): count for rank in range(len(children) if hit is None else hit + 1)})

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby, pairwise
 from operator import index
 from pathlib import Path
 
 from specedge.errors import SpecedgeError
-from specedge.runtime.tree import ROOT
+from specedge.runtime.tree import ROOT, Nodes, children_of
 
 Ranks = tuple[int, ...]  # one per depth, down a path
 
@@ -21,15 +22,25 @@ class TreeShape:
     node has, in order. Drafts may be fewer where a drafter runs out of tokens.
     """
 
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
+    parents: Nodes
+    ranks: Ranks
+    paths: tuple[Ranks, ...] = field(init=False, repr=False, compare=False)
+    """The ranks on the way to each node."""
+    levels: tuple[Nodes, ...] = field(init=False, repr=False, compare=False)
+    """The nodes of each depth, from 1 on."""
+    _children: tuple[Nodes, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks) or any(not ROOT <= p < node for node, p in enumerate(self.parents)):
-            raise ValueError(f"tree: expected an earlier parent and a rank per node, found {self.parents} and {self.ranks}")
-        lengths = [len(path) for path in self.paths]
+        children = _families(self.parents, self.ranks)
+        paths: list[Ranks] = []
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            paths.append((*(paths[parent] if parent != ROOT else ()), rank))
+        lengths = [len(path) for path in paths]
         if lengths != sorted(lengths):
             raise ValueError(f"tree: expected nodes level by level, found depths {lengths}")
+        levels = tuple(tuple(level) for _, level in groupby(range(len(paths)), lengths.__getitem__))
+        for name, made in (("paths", tuple(paths)), ("levels", levels), ("_children", children)):
+            object.__setattr__(self, name, made)
 
     @classmethod
     def chain(cls, gamma: int) -> "TreeShape":
@@ -62,21 +73,8 @@ class TreeShape:
         return cls(tuple(nodes[path[:-1]] for path in ordered), tuple(path[-1] for path in ordered))
 
     @property
-    def paths(self) -> tuple[Ranks, ...]:
-        """The ranks on the way to each node."""
-        paths: list[Ranks] = []
-        for parent, rank in zip(self.parents, self.ranks, strict=True):
-            paths.append((*(paths[parent] if parent != ROOT else ()), rank))
-        return tuple(paths)
-
-    @property
     def is_chain(self) -> bool:
         return self == _chain(len(self.parents))
-
-    @property
-    def levels(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of each depth, from 1 on."""
-        return _levels(self)
 
     @property
     def depth(self) -> int:
@@ -85,7 +83,7 @@ class TreeShape:
 
     def children(self, node: int) -> tuple[int, ...]:
         """Nodes that follow `node` (-1: the root), by rank."""
-        return tuple(child for child, parent in enumerate(self.parents) if parent == node)
+        return self._children[node + 1]
 
     def within(self, depth: int, nodes: int) -> "TreeShape":
         """The shape without nodes deeper than `depth`, and of the others the first `nodes`."""
@@ -189,18 +187,21 @@ def _checked(given: Sequence[int], top_k: int | None, heads: int | None) -> Rank
     return path
 
 
+def _families(parents: Nodes, ranks: Ranks) -> tuple[Nodes, ...]:
+    """The children of the root and of every node, once parents and ranks are known to be such."""
+    numbers = len(parents) == len(ranks) and all(type(number) is int for number in (*parents, *ranks))
+    if not numbers or any(not ROOT <= parent < node for node, parent in enumerate(parents)):
+        raise ValueError(f"tree: expected an earlier parent and a rank per node, found {parents} and {ranks}")
+    children = children_of(parents)
+    rising = all(ranks[one] < ranks[other] for siblings in children for one, other in pairwise(siblings))
+    if not rising or min(ranks, default=0) < 0:
+        raise ValueError(f"tree: expected ranks from 0 on, rising among siblings, found {ranks} under {parents}")
+    return children
+
+
 @lru_cache(maxsize=64)
 def _chain(gamma: int) -> TreeShape:
     return TreeShape(tuple(range(ROOT, gamma - 1)), (0,) * gamma)
-
-
-@lru_cache(maxsize=64)
-def _levels(shape: TreeShape) -> tuple[tuple[int, ...], ...]:
-    levels: list[list[int]] = []
-    for node, path in enumerate(shape.paths):
-        levels += [[]] if len(path) > len(levels) else []
-        levels[len(path) - 1].append(node)
-    return tuple(map(tuple, levels))
 
 
 @lru_cache(maxsize=256)

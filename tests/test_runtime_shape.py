@@ -122,6 +122,30 @@ def test_nodes_come_after_their_parents_level_by_level(parents: tuple[int, ...],
         TreeShape(parents, ranks)
 
 
+@pytest.mark.parametrize(
+    ("parents", "ranks", "named"),
+    [
+        ((-1, -1), (0, 0), "rising among siblings"),
+        ((-1, -1, 0, 0), (0, 1, 3, 3), "rising among siblings"),
+        ((-1, -1), (1, 0), "rising among siblings"),
+        ((-1,), (-1,), "from 0 on"),
+        ((-1,), (0.0,), "a rank per node"),
+        ((-1,), (True,), "a rank per node"),
+        ((-1,), ("0",), "a rank per node"),
+        ((-1.0,), (0,), "an earlier parent"),
+    ],
+)
+def test_siblings_have_ranks_of_their_own_in_order(parents: tuple[int, ...], ranks: tuple[int, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^tree: expected .*{named}"):
+        TreeShape(parents, ranks)
+
+
+def test_what_a_shape_tells_is_made_once() -> None:
+    """A round asks some sixty times, on the host."""
+    shape = TreeShape.from_paths([[0], [1], [0, 0], [0, 1]])
+    assert shape.paths is shape.paths and shape.levels is shape.levels and shape.children(0) is shape.children(0)
+
+
 # Children per node of the tree that Medusa's authors publish for 7B models as mc_sim_7b_63, ranks without gaps; one each
 # after [4] to [9], [0, 3] to [0, 7] and [2, 0].
 MEDUSA = {(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, (0, 0): 10, (0, 1): 3, (0, 2): 2, (1, 0): 2, (2, 0): 1, (0, 0, 0): 2}

@@ -186,7 +186,11 @@ def drafted_first(engine: Engine, **options: Any) -> int:
 
 def test_a_bundle_drafts_its_tree_unless_told_otherwise(rand: Rand) -> None:
     engine, shape = rand.engines["stored"], TreeShape.from_paths(STORED)
-    assert engine.default_tree == shape and rand.engines["noisy"].default_tree is None
+    assert (
+        engine.default_tree == shape
+        and engine.default_tree is engine.default_tree
+        and rand.engines["noisy"].default_tree is None
+    )
     stats = engine.generate(PROMPTS[0], max_new_tokens=20).stats
     assert stats.per_round[0][0] == len(STORED)
     assert any(outcome.parents == shape.parents for outcome in stats.outcomes)
