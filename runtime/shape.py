@@ -8,10 +8,16 @@ from itertools import groupby, pairwise
 from operator import index
 from pathlib import Path
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
 from specedge.errors import SpecedgeError
+from specedge.runtime.law import Floats
 from specedge.runtime.tree import ROOT, Nodes, children_of
 
 Ranks = tuple[int, ...]  # one per depth, down a path
+Counts = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +129,21 @@ def best_shape(acceptance: Sequence[Sequence[float]], nodes: int) -> TreeShape:
     for depth, row in enumerate(acceptance):
         if not all(0.0 <= chance <= 1.0 for chance in row) or sum(row) > 1.0 + 1e-9:
             raise ValueError(f"acceptance[{depth}]: expected chances that sum to 1 at most, found {list(row)}")
-    splits = [[_NO_CHILDREN] * (nodes + 1)]  # [depth][budget]
-    for row in reversed(acceptance):
-        splits.insert(0, _best_splits(row, splits[0], nodes))
+    expected, shares = np.zeros(nodes + 1), list[Counts]()  # of a reached node's children, by their budget; by depth
+    for depth in reversed(range(min(len(acceptance), nodes))):
+        row = acceptance[depth][: nodes - depth]  # the nodes above take one each, so do siblings of lower ranks
+        expected, split = _best_split(row, expected)
+        shares.insert(0, split)
     paths: list[Ranks] = []
     pending: list[tuple[Ranks, int]] = [((), nodes)]
     while pending:
         path, budget = pending.pop()
-        for rank, share in enumerate(splits[len(path)][budget].shares):
+        for rank, by_budget in enumerate(shares[len(path)] if len(path) < len(shares) else ()):
+            if not (share := int(by_budget[budget])):
+                break
             paths.append((*path, rank))
             pending.append(((*path, rank), share - 1))
+            budget -= share
     return TreeShape.from_paths(paths)
 
 
@@ -146,29 +157,22 @@ def tokens_per_round(shape: TreeShape, acceptance: Sequence[Sequence[float]]) ->
     return 1.0 + sum(chances)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """How a budget of nodes is best shared among the children of a reached node, by rank, and the tokens it then promises."""
+def _best_split(row: Sequence[float], deeper: Floats) -> tuple[Floats, Counts]:
+    """How a budget of nodes is best shared among the children of a reached node.
 
-    expected: float
-    shares: Ranks
-
-
-_NO_CHILDREN = _Split(0.0, ())
-
-
-def _best_splits(row: Sequence[float], deeper: Sequence[_Split], nodes: int) -> list[_Split]:
-    """The best split for every budget up to `nodes`; `deeper` are the children's own."""
-    best = [_NO_CHILDREN] * (nodes + 1)
-    for chance in reversed(row):  # a child of this rank before the best of those behind it, or none from here on
-        behind, best = best, []
-        for budget in range(nodes + 1):
-            options = [_NO_CHILDREN]
-            for own in range(1, budget + 1):
-                rest = behind[budget - own]
-                options.append(_Split(chance * (1.0 + deeper[own - 1].expected) + rest.expected, (own, *rest.shares)))
-            best.append(max(options, key=lambda split: split.expected))
-    return best
+    The tokens it then promises [nodes + 1], by budget, and how many nodes the child of each rank takes [ranks, nodes + 1] of a
+    budget that is left for it and those behind it, 0 where it is best to stop. `deeper` are the children's own promises.
+    """
+    nodes = len(deeper) - 1
+    best, shares = np.zeros(nodes + 1), np.zeros((len(row), nodes + 1), np.intp)
+    for rank in reversed(range(len(row))):  # a child of this rank before the best of those behind it, or none from here on
+        own = np.concatenate(([0.0], row[rank] * (1.0 + deeper[:-1])))  # of a child that takes 0, 1, ... nodes
+        left = sliding_window_view(np.concatenate((np.full(nodes, -np.inf), best)), nodes + 1)[:, ::-1]
+        promises = own + left  # [budget, taken]: left[budget, taken] = best[budget - taken]
+        promises[:, 0] = 0.0
+        shares[rank] = promises.argmax(axis=1)  # of equals the fewest
+        best = promises.max(axis=1)
+    return best, shares
 
 
 def _checked(given: Sequence[int], top_k: int | None, heads: int | None) -> Ranks:
