@@ -193,6 +193,9 @@ class Engine:
             return Adaptive(self._step_cost, self._draft_cost(), min(max(self.bundle.manifest.widths), deepest + 1))
         if rule.chain and not tree.is_chain:
             raise UsageError(f"rule {rule.name!r}: judges chains only, [[0], [0, 0], ...]; use recursive for this tree")
+        allowed = self.bundle.manifest.allowed_ids
+        if (rank := max(tree.ranks, default=0)) >= allowed:
+            raise UsageError(f"tree: rank {rank!s:.60}, expected 0..{allowed - 1}, choices among the ids this model can emit")
         if len(tree.parents) >= widest:
             raise UsageError(
                 f"tree: {len(tree.parents)} nodes, expected at most {widest - 1}, the drafts this bundle can verify"
