@@ -87,6 +87,15 @@ class TreeShape:
         """Length of the longest path: tokens that one round may accept."""
         return len(self.levels)
 
+    @property
+    def gap(self) -> Ranks | None:
+        """The first path that is left out though a sibling of higher rank is there; None if ranks are 0, 1, ... everywhere."""
+        for siblings in self._children:
+            for rank, node in enumerate(siblings):
+                if self.ranks[node] != rank:
+                    return (*self.paths[node][:-1], rank)
+        return None
+
     def children(self, node: int) -> tuple[int, ...]:
         """Nodes that follow `node` (-1: the root), by rank."""
         return self._children[node + 1]

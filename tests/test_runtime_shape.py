@@ -164,6 +164,14 @@ def test_the_published_tree_of_medusa_is_one() -> None:
         TreeShape.from_paths(paths, top_k=9, heads=4)
 
 
+@given(shapes)
+@settings(deadline=None, derandomize=True)
+def test_the_gap_is_a_path_that_a_later_sibling_skips(shape: TreeShape) -> None:
+    skipped = {(*path[:-1], rank) for path in shape.paths for rank in range(path[-1])} - {*shape.paths}
+    assert shape.gap == min(skipped, key=lambda path: (len(path), path), default=None)
+    assert TreeShape.from_paths([[0], [10**40]]).gap == (1,)
+
+
 # ---- a smaller one
 
 
