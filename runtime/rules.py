@@ -11,7 +11,7 @@ from specedge.errors import UsageError
 from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
 from specedge.runtime.law import Floats, Ids, Law
-from specedge.runtime.philox import Numbers, Purpose, Uniforms, uniforms
+from specedge.runtime.philox import Numbers, Purpose, uniforms
 from specedge.runtime.sample import Logits, best, top
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.tree import Laws, Proposal
@@ -50,8 +50,6 @@ class Rule:
     judge: Judge
     chain: bool = False
 
-
-_POSITIONS = 64  # whose noise is remembered: a round looks no further ahead
 
 RULES = ("token", "block", "recursive", "point-mass", "coupled", "lossy-typical")
 """Names a request may ask for; greedy requests need none."""
@@ -126,14 +124,20 @@ class _Noise:
     """`philox.uniforms` that remembers whole positions: siblings, the target and the next round race with the same numbers."""
 
     def __init__(self, sampler: Sampler) -> None:
+        self._seed = sampler.sampling.seed
         self._everything = np.arange(sampler.allowed)
         self._known: dict[int, Floats] = {}
 
-    def __call__(self, seed: int, position: int, purpose: Purpose, ids: Ids) -> Floats:
+    def numbers(self, history: Tokens[int]) -> Numbers:
+        """Those of the round after `history`; what it can no longer ask for is forgotten."""
+        root = len(history) - 1
+        self._known = {position: numbers for position, numbers in self._known.items() if position > root}
+        return Numbers(self._seed, root, uniforms=self._uniforms)
+
+    def _uniforms(self, seed: int, position: int, purpose: Purpose, ids: Ids) -> Floats:
         if len(ids) * 4 < len(self._everything):  # what top-k or top-p left is made faster than everything
             return uniforms(seed, position, purpose, ids)
         if position not in self._known:
-            self._known = {at: numbers for at, numbers in self._known.items() if at > position - _POSITIONS}
             self._known[position] = uniforms(seed, position, purpose, self._everything)
         return self._known[position][ids]
 
@@ -142,9 +146,8 @@ def _coupled(sampler: Sampler, noise: _Noise) -> Choose:
     """The first to arrive in the race that the target will hold too."""
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
-        numbers = Numbers(sampler.sampling.seed, len(history) - 1, uniforms=noise)
         law = sampler.law(logits, history, path, _position("draft logits", history, path))
-        return Children(accept.race(law, numbers.noise(len(path), law.ids), len(ranks)))
+        return Children(accept.race(law, noise.numbers(history).noise(len(path), law.ids), len(ranks)))
 
     return choose
 
@@ -162,10 +165,10 @@ def _greedy(sampler: Sampler) -> Judge:
     return judge
 
 
-def _by_p(sampler: Sampler, rule: Callable[..., Accepted], noise: Uniforms = uniforms) -> Judge:
+def _by_p(sampler: Sampler, rule: Callable[..., Accepted], noise: _Noise | None = None) -> Judge:
     def judge(proposal: Proposal, logits: Rows, history: Tokens[int]) -> Accepted:
         laws = _laws(sampler, proposal, logits, history)
-        return rule(proposal.tree, laws, Numbers(sampler.sampling.seed, len(history) - 1, uniforms=noise))
+        return rule(proposal.tree, laws, noise.numbers(history) if noise else Numbers(sampler.sampling.seed, len(history) - 1))
 
     return judge
 
