@@ -12,7 +12,7 @@ from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
 from specedge.runtime.law import Floats, Ids, Law
 from specedge.runtime.philox import Numbers, Purpose, uniforms
-from specedge.runtime.sample import Logits, best, top
+from specedge.runtime.sample import Logits, likeliest
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.tree import Laws, Proposal
 
@@ -88,13 +88,11 @@ def _best(sampler: Sampler) -> Choose:
     """The drafter's likeliest tokens."""
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
+        where = _position("draft logits", history, path)
         if max(ranks) == 0:
-            return Children((sampler.best(logits, history, path, _position("draft logits", history, path)),))
-        scores = sampler.scores(logits, history, path)
-        best(scores, _position("draft logits", history, path))  # refuses NaN
-        likeliest = top(scores, max(ranks) + 1)
-        by_rank = likeliest[(-scores[likeliest]).argsort(kind="stable")]
-        return Children(tuple(int(by_rank[rank]) for rank in ranks if rank < len(by_rank)))
+            return Children((sampler.best(logits, history, path, where),))
+        by_rank = likeliest(sampler.scores(logits, history, path), max(ranks) + 1, where)
+        return Children(tuple(by_rank[rank] for rank in ranks if rank < len(by_rank)))
 
     return choose
 
