@@ -1,7 +1,7 @@
 """What a request gives back: tokens, counts and the finished result."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from specedge.runtime.decode import Round
@@ -48,8 +48,13 @@ class Stats:
     decode_seconds: float = 0.0
     graph_seconds: float = 0.0
 
+    def copy(self) -> "Stats":
+        return replace(self, per_round=list(self.per_round), outcomes=Counter(self.outcomes))
+
     def add(self, round_: Round, emitted: int) -> None:
+        """Count a round of which the first `emitted` tokens came out."""
         nodes = round_.nodes[:emitted]
+        self.tokens += emitted
         self.per_round.append((len(round_.tree.parents), len(nodes)))
         self.outcomes[Outcome(round_.tree.parents, nodes, emitted)] += 1
         self.draft_seconds += round_.draft_seconds

@@ -258,6 +258,12 @@ def test_impossible_trees_are_refused_by_name(rand: Rand) -> None:
             rand.engines[name].stream(PROMPTS[0], **options)
 
 
+def test_a_tree_is_for_requests_that_draft(rand: Rand) -> None:
+    for call in (rand.engines["noisy"].generate, rand.engines["noisy"].stream):
+        with pytest.raises(ValueError, match=r"^tree: .*speculate=False"):
+            call(PROMPTS[0], max_new_tokens=4, speculate=False, tree=TreeShape.from_paths(STORED))
+
+
 def test_a_chain_is_a_tree_that_every_drafter_and_rule_takes(rand: Rand) -> None:
     chain = TreeShape.chain(3)
     for name in ("noisy", "self", "lookup", "stored"):
