@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from operator import index
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -111,15 +112,27 @@ def read_shape(file: Path) -> TreeShape:
     Raises:
         SpecedgeError: The file cannot be read or its paths are no tree.
     """
+    paths = read_json(file)
+    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths) or not paths:
+        raise SpecedgeError(f"{file}: expected a JSON list of paths such as [[0], [1], [0, 0]]")
     try:
-        paths = json.loads(file.read_text(encoding="utf-8-sig"))
-        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths) or not paths:
-            raise ValueError("expected a JSON list of paths such as [[0], [1], [0, 0]]")
         return TreeShape.from_paths(paths)
+    except ValueError as error:
+        raise SpecedgeError(f"{file}: {error!s:.300}") from None
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        SpecedgeError: The file cannot be read or is no JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SpecedgeError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise SpecedgeError(f"{file}: {error!s:.300}") from None
+        raise SpecedgeError(f"{file}: is no JSON ({error!s:.300})") from None
 
 
 def best_shape(acceptance: Sequence[Sequence[float]], nodes: int) -> TreeShape:
