@@ -188,7 +188,9 @@ class Engine:
             raise UsageError(
                 f"tree: drafter {self.drafter_name!r} drafts chains only; leave it out or convert with --draft or --medusa"
             )
-        tree = tree or (None if rule.chain else self.default_tree)
+        stored = self.default_tree
+        if tree is None and stored is not None and (stored.is_chain or not rule.chain):
+            tree = stored
         if tree is None:
             return Adaptive(self._step_cost, self._draft_cost(), min(max(self.bundle.manifest.widths), deepest + 1))
         if rule.chain and not tree.is_chain:

@@ -43,15 +43,22 @@ Judge = Callable[[Proposal, Rows, Tokens[int]], Accepted]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one request drafts and judges; `chain` says that trees are refused."""
+    """How one request drafts and judges."""
 
     name: str
     choose: Choose
     judge: Judge
-    chain: bool = False
+
+    @property
+    def chain(self) -> bool:
+        """Whether it judges chains only."""
+        return self.name in CHAIN_RULES
 
 
-RULES = ("token", "block", "recursive", "point-mass", "coupled", "lossy-typical")
+CHAIN_RULES = ("token", "block")
+"""Those that judge chains only."""
+
+RULES = (*CHAIN_RULES, "recursive", "point-mass", "coupled", "lossy-typical")
 """Names a request may ask for; greedy requests need none."""
 
 
@@ -71,9 +78,9 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
     drawn, best = _drawn(sampler), _best(sampler)
     match name:
         case "token":
-            return Rule(name, drawn, _by_q(sampler, accept.accept_token), chain=True)
+            return Rule(name, drawn, _by_q(sampler, accept.accept_token))
         case "block":
-            return Rule(name, drawn, _by_q(sampler, accept.accept_block), chain=True)
+            return Rule(name, drawn, _by_q(sampler, accept.accept_block))
         case "point-mass":
             return Rule(name, best, _by_p(sampler, accept.accept_point_mass))
         case "lossy-typical":
