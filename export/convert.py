@@ -47,6 +47,10 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     with new_folder(request.output, request.force) as folder:
         place = Place(folder, device, context, request, progress)
         has_tokenizer = target.save_tokenizer(folder)
+        vocab = target.config.vocab_size
+        allowed = min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab
+        if (rank := bundles.highest_rank(request.tree)) >= allowed:
+            raise UsageError(f"tree: rank {rank!s:.60}, expected 0..{allowed - 1}, choices among the ids this model can emit")
         roles = {}
         if draft:
             _check_vocabulary(folder, has_tokenizer, target, draft)
@@ -57,7 +61,6 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             roles["eagle"] = write_eagle(eagle, target, roles["target"], verify, widths, place, drafted)
         heads = {"medusa": write_medusa(medusa, roles["target"], place)} if medusa else {}
         own = [name for name, there in (("draft", draft), ("medusa", medusa), ("eagle", eagle)) if there]
-        vocab = target.config.vocab_size
         manifest = Manifest(
             schema=bundles.SCHEMA,
             tools={name: version(name) for name in ("specedge", *_TOOLS)},
@@ -73,7 +76,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             device=device.name,
             widths=tuple(verify),
             context=context,
-            allowed_ids=min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab,
+            allowed_ids=allowed,
             eos_ids=target.eos_ids,
             bos_id=target.bos_id,
             drafters=(*own, "lookup"),

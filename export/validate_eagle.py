@@ -71,7 +71,7 @@ def check_eagle(
 def _features(model: PreTrainedModel, ids: list[int], taps: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """[T, taps H] from transformers: its hidden states enter block 0, 1, ...; the last one has passed the final norm."""
     streams: list[torch.Tensor] = []
-    last = model.get_submodule("model.layers")[-1]  # type: ignore[index]  # a ModuleList
+    *_, last = model.get_submodule("model.layers").children()
     hook = last.register_forward_hook(lambda _, __, out: streams.append(out))
     try:
         states = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states

@@ -193,7 +193,8 @@ def race(law: Law, u: Floats, count: int = 1) -> tuple[int, ...]:
     order is falling log p + Gumbel noise (Kool et al. 2019, arXiv 1903.06059). Fewer tokens if the law has fewer.
     """
     possible = np.flatnonzero(law.p > 0.0)
-    times = -np.log1p(-u[possible]) / law.p[possible]
+    with np.errstate(over="ignore"):  # a token of hardly any p takes forever, which is what inf says
+        times = -np.log1p(-u[possible]) / law.p[possible]
     if count == 1:
         return (int(law.ids[possible[times.argmin()]]),)
     order = np.argsort(times, kind="stable")[:count]

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from statistics import median
+from typing import Any
 
+from specedge.errors import UsageError
 from specedge.progress import Progress, silent
 from specedge.runtime.agreement import agreement_of, compare_greedy
 from specedge.runtime.generate import Engine
@@ -84,11 +86,20 @@ def bench(
     progress: Progress = silent,
     tree: TreeShape | None = None,
 ) -> dict[str, Comparison]:
-    """Greedy decoding of every set of prompts, plain and speculative in turn; which comes first alternates."""
-    first = next(iter(prompt_sets.values()))[0]
-    for speculate in (False, True):
-        engine.generate(list(first), Sampling(), 8, gamma=gamma, speculate=speculate, tree=tree)
+    """Greedy decoding of every set of prompts, plain and speculative in turn; which comes first alternates.
+
+    Raises:
+        UsageError: The tree leaves out ranks, so that acceptance by rank could not be measured.
+    """
     shape = engine.default_tree if tree is None and gamma is None else tree
+    if shape is not None and (gap := shape.gap) is not None:
+        whose = "the bundle's lacks" if tree is None else "lacks"
+        raise UsageError(
+            f"tree: {whose} path {list(gap)} before a sibling; acceptance by rank needs ranks 0, 1, ... without gaps"
+        )
+    first = next(iter(prompt_sets.values()))[0]
+    engine.generate(list(first), Sampling(), 8, speculate=False)
+    engine.generate(list(first), Sampling(), 8, gamma=gamma, tree=tree)
     text = (list(first) * _COMPARED)[: min(_COMPARED, engine.context)]
     tie = 2 * agreement_of(engine, text, shape)
     return {
@@ -116,9 +127,8 @@ def _compare(
         for repeat in range(repeats):
             found = {}
             for speculate in (False, True) if repeat % 2 == 0 else (True, False):
-                found[speculate] = engine.generate(
-                    list(prompt), Sampling(), max_new_tokens, gamma=gamma, speculate=speculate, tree=tree
-                )
+                drafts: dict[str, Any] = {"gamma": gamma, "tree": tree} if speculate else {"speculate": False}
+                found[speculate] = engine.generate(list(prompt), Sampling(), max_new_tokens, **drafts)
                 totals[speculate].add(found[speculate].stats)
             ratios.append(found[True].stats.tokens_per_second / found[False].stats.tokens_per_second)
             progress(f"bench: {name}", len(ratios), len(prompts) * repeats)

@@ -12,14 +12,14 @@ from specedge.runtime.cli_options import BUNDLE, engine_options
 from specedge.runtime.cli_plan import plan_command, tree_command
 from specedge.runtime.generate import load
 from specedge.runtime.results import Result
-from specedge.runtime.rules import RULES
+from specedge.runtime.rules import CHAIN_RULES, RULES
 from specedge.runtime.sample import Sampling
 from specedge.runtime.shape import read_shape
-from specedge.runtime.terminal import Output, json_option
+from specedge.runtime.terminal import Command, Output, json_option
 from specedge.runtime.text import Prompt
 
 
-@click.command("generate")
+@click.command("generate", cls=Command)
 @BUNDLE
 @click.option("-p", "--prompt", help="The prompt's text.")
 @click.option("--ids", help="The prompt as token ids: 1,2,3.")
@@ -33,10 +33,13 @@ from specedge.runtime.text import Prompt
 @click.option("--presence-penalty", type=float, default=0.0, show_default=True)
 @click.option("--frequency-penalty", type=float, default=0.0, show_default=True)
 @click.option("--logit-bias", metavar="ID=X", multiple=True, help="Add X to the logit of a token id; may be repeated.")
-@click.option("--ban", metavar="ID", type=int, multiple=True, help="Never emit this token id; may be repeated.")
+@click.option("--ban", "banned_ids", metavar="ID", type=int, multiple=True, help="Never emit this token id; may be repeated.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
-    "--rule", type=click.Choice(RULES), help="How sampled drafts are judged (default: recursive; token is its chain)."
+    "--rule",
+    type=click.Choice(RULES),
+    help="How sampled drafts are judged (default: recursive; token is its chain). coupled draws every token by other numbers: "
+    "--plain text of a seed changes too.",
 )
 @click.option("--logprobs", is_flag=True, help="Log-probabilities of the tokens, in the JSON.")
 @click.option("--stop", multiple=True, help="End before this text; may be given more than once.")
@@ -58,7 +61,7 @@ def generate_command(
     presence_penalty: float,
     frequency_penalty: float,
     logit_bias: tuple[str, ...],
-    ban: tuple[int, ...],
+    banned_ids: tuple[int, ...],
     seed: int,
     rule: str | None,
     logprobs: bool,
@@ -85,7 +88,7 @@ def generate_command(
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             logit_bias=_biases(logit_bias),
-            banned_ids=ban,
+            banned_ids=banned_ids,
         )
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
@@ -96,8 +99,12 @@ def generate_command(
     if rule and sampling.greedy:
         click.echo("note: --rule judges sampled drafts; without --temperature decoding is greedy", err=True)
     request = _prompt(prompt, ids, chat)
+    shape = read_shape(tree) if tree else None
     output = Output(json_file)
     engine = load(bundle, device, draft_device, drafter, threads)
+    by_default = not (plain or sampling.greedy or gamma is not None or shape)
+    if by_default and rule in CHAIN_RULES and engine.default_tree and not engine.default_tree.is_chain:
+        click.echo(f"note: --rule {rule} judges chains only; the bundle's tree is not drafted", err=True)
     stream = engine.stream(
         request,
         sampling,
@@ -105,7 +112,7 @@ def generate_command(
         stop,
         gamma,
         not plain,
-        tree=read_shape(tree) if tree else None,
+        tree=shape,
         rule=rule,
         log_probabilities=logprobs,
     )

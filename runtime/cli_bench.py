@@ -12,10 +12,10 @@ from specedge.runtime.bench import Comparison, as_dict, bench
 from specedge.runtime.cli_options import BUNDLE, engine_options
 from specedge.runtime.generate import Engine, load
 from specedge.runtime.shape import read_shape
-from specedge.runtime.terminal import Output, json_option
+from specedge.runtime.terminal import Command, Output, json_option
 
 
-@click.command("bench")
+@click.command("bench", cls=Command)
 @BUNDLE
 @click.option(
     "--prompts",
@@ -41,11 +41,12 @@ def bench_command(
     json_file: str | None,
 ) -> None:
     """Time plain and speculative decoding of a BUNDLE in one run."""
+    shape = read_shape(tree) if tree else None
     output = Output(json_file)
     engine = load(bundle, device, draft_device, drafter, threads)
     sets = prompt_sets(engine, prompts_file)
     with output.progress() as progress:
-        results = bench(engine, sets, max_new_tokens, gamma, repeats, progress, read_shape(tree) if tree else None)
+        results = bench(engine, sets, max_new_tokens, gamma, repeats, progress, shape)
     show_bench(output, engine.drafter_name, results)
     output.json(as_dict(engine, results))
 
@@ -54,8 +55,10 @@ def prompt_sets(engine: Engine, file: Path | None = None) -> dict[str, list[list
     """Token ids of the built-in chat and copy prompts, or of a file's lines; without a tokenizer, of arbitrary ids."""
     if file is not None:
         try:
-            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
+            lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        except OSError as error:
+            raise SpecedgeError(f"{file}: cannot be read ({error.strerror})") from None
+        except ValueError as error:
             raise SpecedgeError(f"{file}: cannot be read ({error})") from None
         if not lines:
             raise SpecedgeError(f"{file}: no prompts; expected one a line")
@@ -94,6 +97,13 @@ def show_bench(output: Output, drafter: str, results: Mapping[str, Comparison]) 
             f"{low:.2f}-{high:.2f}",
             f"{result.tokens_per_round:.2f}",
             f"{result.acceptance:.0%} of {result.drafted}" if result.drafted else "no drafts",
-            "yes" if result.identical_greedy else "NO",
+            _same(result),
         )
     output.console.print(table)
+
+
+def _same(result: Comparison) -> str:
+    """Whether speculative ids are the plain ones; where two logits were closer than the numbers agree, that is said instead."""
+    if not result.identical_greedy:
+        return "NO"
+    return f"near-ties: {result.near_ties}" if result.near_ties else "yes"

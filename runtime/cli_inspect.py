@@ -11,12 +11,12 @@ from specedge.bundle import Bundle, open_bundle
 from specedge.runtime.cli_options import BUNDLE
 from specedge.runtime.inspect import inspect, tensor_groups
 from specedge.runtime.memory import EngineMemory, measure_engines
-from specedge.runtime.terminal import Output, json_option, size
+from specedge.runtime.terminal import Command, Output, json_option, size
 
 _PLAIN_TYPES = ("F32", "F16", "BF16")  # of a checkpoint, by the names that safetensors and GGUF have in common
 
 
-@click.command("inspect")
+@click.command("inspect", cls=Command)
 @BUNDLE
 @click.option(
     "--memory",

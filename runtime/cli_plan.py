@@ -9,11 +9,13 @@ import click
 
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime.plan import break_even, expected_tokens, speedup
-from specedge.runtime.shape import best_shape, tokens_per_round
-from specedge.runtime.terminal import Output, json_option
+from specedge.runtime.shape import TreeShape, best_shape, read_json, tokens_per_round
+from specedge.runtime.terminal import Command, Output, json_option
+
+_MEASURED = "what bench --json writes, or a table [[0.6, 0.2], [0.5, 0.1]]"
 
 
-@click.command("plan")
+@click.command("plan", cls=Command)
 @click.option("--alpha", type=click.FloatRange(0, 1), required=True, help="Acceptance of one draft.")
 @click.option("--gamma", type=click.IntRange(min=0), required=True, help="Drafts per round.")
 @click.option(
@@ -44,12 +46,17 @@ def plan_command(
         "break_even": break_even(gamma, draft_cost, verify_cost, host_cost),
     }
     limit = results["break_even"]
+    output.console.print(
+        f"costs in one-token steps: a draft {draft_cost:g}, a verify step {verify_cost:g}, host work {host_cost:g}"
+    )
+    if (draft_cost, verify_cost, host_cost) == (0.0, 1.0, 0.0):
+        output.console.print("so speculation is free: an upper bound, give --draft-cost, --verify-cost and --host-cost")
     output.console.print(f"{results['expected_tokens']:.2f} tokens per round, {results['speedup']:.2f}x plain decoding")
     output.console.print("never pays at these costs" if limit is None else f"pays from acceptance {limit:.2f} on")
     output.json(results)
 
 
-@click.command("tree")
+@click.command("tree", cls=Command)
 @click.argument("measured", type=click.Path(path_type=Path))
 @click.option("--nodes", type=click.IntRange(1, 512), required=True, help="Drafts a round may verify.")
 @click.option("--prompts", help="Which of the prompt sets in MEASURED (default: its only one).")
@@ -68,7 +75,7 @@ def tree_command(
     try:
         shape = best_shape(table, nodes)
     except ValueError as error:
-        raise SpecedgeError(f"{measured}: {error}") from None
+        raise SpecedgeError(f"{measured}: {error!s:.300}") from None
     if not shape.parents:
         raise SpecedgeError(f"{measured}: nothing was ever accepted, so no tree pays")
     expected = tokens_per_round(shape, table)
@@ -86,20 +93,31 @@ def tree_command(
 
 def _acceptance(file: Path, prompts: str | None, drafter: str | None) -> list[list[float]]:
     """The table acceptance[depth][rank] in a JSON file."""
-    try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecedgeError(f"{file}: cannot be read ({error})") from None
+    found = read_json(file)
+    if _is_tree(found):
+        raise SpecedgeError(f"{file}: is a list of paths, a tree already; expected {_MEASURED}")
     for option, name in (("prompts", prompts), ("drafter", drafter)):
+        if isinstance(found, list) and name is not None:
+            raise UsageError(f"--{option}: {file} is a table, which has no names; leave --{option} out")
         if isinstance(found, dict):
             found = _choose(file, option, name, found.get("sets") if option == "prompts" else found)
     for key in ("speculative", "accepted_by_rank"):
         found = found.get(key) if isinstance(found, dict) else found
     numbers = isinstance(found, list) and all(isinstance(row, list) for row in found)
     if not numbers or not all(type(chance) in (int, float) for row in found for chance in row):
-        raise SpecedgeError(f"{file}: expected what bench --json writes, or a table [[0.6, 0.2], [0.5, 0.1]]")
+        raise SpecedgeError(f"{file}: expected {_MEASURED}")
     table: list[list[float]] = found
     return table
+
+
+def _is_tree(found: Any) -> bool:
+    """Whether these are the paths of a tree; acceptance has fractions, and 1.0 for 1."""
+    if not isinstance(found, list) or not all(isinstance(path, list) for path in found):
+        return False
+    try:
+        return bool(TreeShape.from_paths(found).parents)
+    except ValueError:
+        return False
 
 
 def _choose(file: Path, option: str, name: str | None, named: Any) -> Any:
@@ -108,6 +126,8 @@ def _choose(file: Path, option: str, name: str | None, named: Any) -> Any:
         return None
     if name is None and len(named) == 1:
         return next(iter(named.values()))
+    if name is None:
+        raise UsageError(f"{file}: holds {', '.join(named):.300}; add --{option} {next(iter(named)):.300}")
     if name not in named:
-        raise UsageError(f"--{option}: {file} holds {', '.join(named)}, found {name or 'no choice'}; name one of them")
+        raise UsageError(f"--{option} {name}: {file} holds {', '.join(named):.300}; name one of them")
     return named[name]

@@ -67,9 +67,9 @@ class Adaptive:
     """The chain of the largest expected speed, E(gamma) / (d gamma + v(gamma + 1)) (docs/contract.md), plain decoding included.
 
     A function of this request's own acceptance and the costs given, nothing else: with a drawn drafter the choice may not
-    depend on a clock (docs/contract.md). `verify_cost` maps a width to its time over width 1, `draft_cost` a chain's length
-    to the time of drafting it in the same unit. A drafter of no cost is asked every round, and its proposals are compared with the text
-    even when they are not verified, so its estimates never age. A costly one is probed now and then.
+    depend on a clock (docs/contract.md). `verify_cost` maps a width to its time over width 1, `draft_cost` a chain's length to
+    the time of drafting it in the same unit. A drafter of no cost is asked every round, and its proposals are compared with
+    the text even when they are not verified, so its estimates never age. A costly one is probed now and then.
 
     Acceptance is estimated by the length of the match behind a token: a draft at depth j of a lookup that matched n tokens
     rests on n + j of them.

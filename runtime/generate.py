@@ -3,6 +3,7 @@
 import operator
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class Engine:
             pass
         return stream.result()
 
-    @property
+    @cached_property
     def default_tree(self) -> TreeShape | None:
         """What is drafted unless a request says otherwise: the bundle's tree, if its drafter can draft one."""
         paths = self.bundle.manifest.tree
@@ -217,11 +218,16 @@ class Engine:
                 f"tree: drafter {self.drafter_name!r} drafts chains only; leave it out or convert with --draft, --medusa or "
                 "--eagle"
             )
-        tree = tree or (None if rule.chain else self.default_tree)
+        stored = self.default_tree
+        if tree is None and stored is not None and (stored.is_chain or not rule.chain):
+            tree = stored
         if tree is None:
             return Adaptive(self._step_cost, self._draft_cost, min(max(self.bundle.manifest.widths), deepest + 1))
         if rule.chain and not tree.is_chain:
             raise UsageError(f"rule {rule.name!r}: judges chains only, [[0], [0, 0], ...]; use recursive for this tree")
+        allowed = self.bundle.manifest.allowed_ids
+        if (rank := max(tree.ranks, default=0)) >= allowed:
+            raise UsageError(f"tree: rank {rank!s:.60}, expected 0..{allowed - 1}, choices among the ids this model can emit")
         if len(tree.parents) >= widest:
             raise UsageError(
                 f"tree: {len(tree.parents)} nodes, expected at most {widest - 1}, the drafts this bundle can verify"

@@ -12,8 +12,8 @@ from specedge.runtime.sample import Logits
 from specedge.runtime.sampler import Sampler
 
 Noise = npt.NDArray[np.float32]
-# (position of the root, depths of the parents, ids [Vd]) -> Gumbel noise [parents, Vd]
-Gumbels = Callable[[int, Tokens[int], Ids], Noise]
+# (history, depths of the parents, ids [Vd]) -> Gumbel noise [parents, Vd]
+Gumbels = Callable[[Tokens[int], Tokens[int], Ids], Noise]
 
 _MOST = np.float32(100.0)  # |Gumbel noise| is below 40, but for a number of exactly 0 or 1
 
@@ -46,7 +46,7 @@ class InGraph:
             self._shift = np.maximum(self._shift[ids], np.float32(least))
         if self._gumbels is None:
             return np.repeat(self._shift[None], len(depths), axis=0)
-        noise = self._gumbels(len(history) - 1, depths, ids)
+        noise = self._gumbels(history, depths, ids)
         np.clip(noise, -_MOST, _MOST, out=noise)
         noise *= np.float32(self._sampler.sampling.temperature)
         noise += self._shift

@@ -52,6 +52,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise UsageError(f"max_new_tokens: {self.max_new_tokens}, expected 0 or more")
+        if self.tree is not None and not self.speculate:
+            raise ValueError("tree: says what is drafted, speculate=False that nothing is; give one of them")
 
 
 class Request:
@@ -73,13 +75,18 @@ class Request:
         self._text = TextStream(engine.tokenizer, stop) if engine.tokenizer else None
         self._ids: list[int] = []
         self._log_probabilities: list[float] = []
-        self._stats = Stats(prompt_tokens=len(self._prompt))
+        self._stats = Stats(prompt_tokens=len(self._prompt))  # of rounds whose tokens all came out
+        self._begun: Round | None = None  # the one whose tokens are coming out, or were when the stream was closed
         self._written: list[str] = []
+        self._stopped = False
         self._finish_reason: FinishReason = "length"
 
     def result(self) -> Result:
+        stats = self._stats.copy()
+        if self._begun is not None:
+            stats.add(self._begun, len(self._ids) - stats.tokens)
         scores = list(self._log_probabilities) if self._scored else None
-        return Result(list(self._ids), "".join(self._written), self._finish_reason, self._stats, scores)
+        return Result(list(self._ids), "".join(self._written), self._finish_reason, stats, scores)
 
     def run(self) -> Generator[Token]:
         self._engine.acquire()
@@ -88,16 +95,19 @@ class Request:
             before = self._engine.graph_seconds  # the prompt's is not the rounds'
             for index, round_ in enumerate(rounds):
                 burst = self._cut(round_.tokens)
-                self._stats.add(round_, len(burst))
+                self._begun = round_
                 self._stats.graph_seconds = self._engine.graph_seconds - before
                 for place, (token, text) in enumerate(burst):
                     self._ids.append(token)
                     self._written.append(text)
-                    self._stats.tokens += 1
                     score = round_.log_probabilities[place] if self._scored else None
                     self._log_probabilities += [] if score is None else [score]
+                    if self._stopped and place + 1 == len(burst):
+                        self._finish_reason = "stop"
                     yield Token(token, text, index, score)
-                if self._finish_reason == "stop":
+                self._stats.add(round_, len(burst))
+                self._begun = None
+                if self._stopped:
                     return
         finally:
             self._engine.release()
@@ -124,9 +134,9 @@ class Request:
         for token in tokens:
             burst.append((token, self._text.push(token) if self._text else ""))
             if token in self._engine.bundle.manifest.eos_ids or (self._text is not None and self._text.stopped):
-                self._finish_reason = "stop"
+                self._stopped = True
                 break
-        ended = self._finish_reason == "stop" or self._stats.tokens + len(burst) == self._limit
+        ended = self._stopped or self._stats.tokens + len(burst) == self._limit
         if self._text and ended:
             token, text = burst[-1]
             burst[-1] = (token, text + self._text.finish())

@@ -1,13 +1,12 @@
 """What a request gives back: tokens, counts and the finished result."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from specedge.runtime.decode import Round
-from specedge.runtime.tree import ROOT, depths
+from specedge.runtime.tree import ROOT, Nodes, children_of, depths
 
-Nodes = tuple[int, ...]
 FinishReason = Literal["stop", "length"]
 
 
@@ -49,8 +48,13 @@ class Stats:
     decode_seconds: float = 0.0
     graph_seconds: float = 0.0
 
+    def copy(self) -> "Stats":
+        return replace(self, per_round=list(self.per_round), outcomes=Counter(self.outcomes))
+
     def add(self, round_: Round, emitted: int) -> None:
+        """Count a round of which the first `emitted` tokens came out."""
         nodes = round_.nodes[:emitted]
+        self.tokens += emitted
         self.per_round.append((len(round_.tree.parents), len(nodes)))
         self.outcomes[Outcome(round_.tree.parents, nodes, emitted)] += 1
         self.draft_seconds += round_.draft_seconds
@@ -97,7 +101,7 @@ class Stats:
         tried, taken, there = Counter[tuple[int, int]](), Counter[tuple[int, int]](), set[tuple[int, int]]()
         for outcome, count in self.outcomes.items():
             for depth, node in enumerate((ROOT, *outcome.nodes)[: outcome.tokens]):
-                children = [child for child, parent in enumerate(outcome.parents) if parent == node]
+                children = children_of(outcome.parents)[node + 1]
                 there |= {(depth, rank) for rank in range(len(children))}
                 hit = children.index(outcome.nodes[depth]) if depth < len(outcome.nodes) else None
                 tried.update({(depth, rank): count for rank in range(len(children) if hit is None else hit + 1)})

@@ -12,8 +12,8 @@ from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
 from specedge.runtime.in_graph import Gumbels, InGraph, Noise, gumbel
 from specedge.runtime.law import Floats, Ids, Law
-from specedge.runtime.philox import Numbers, Purpose, Uniforms, draft_uniforms, uniforms
-from specedge.runtime.sample import Logits, best, top
+from specedge.runtime.philox import Numbers, Purpose, draft_uniforms, uniforms
+from specedge.runtime.sample import Logits, likeliest
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.tree import Laws, Proposal
 
@@ -44,7 +44,7 @@ Judge = Callable[[Proposal, Rows, Tokens[int]], Accepted]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one request drafts and judges; `chain` says that trees are refused.
+    """How one request drafts and judges.
 
     `in_graph` is how a graph that drafts in one call makes the choice, None where only the host can.
     """
@@ -53,15 +53,20 @@ class Rule:
     choose: Choose
     judge: Judge
     in_graph: InGraph | None
-    chain: bool = False
+
+    @property
+    def chain(self) -> bool:
+        """Whether it judges chains only."""
+        return self.name in CHAIN_RULES
 
 
-_POSITIONS = 64  # whose noise is remembered: a round looks no further ahead
+CHAIN_RULES = ("token", "block")
+"""Those that judge chains only."""
 
 # Temperatures at which float32 adds noise and logits with enough places left: beyond, the host draws.
 _COLDEST, _HOTTEST = 0.05, 100.0
 
-RULES = ("token", "block", "recursive", "point-mass", "coupled", "lossy-typical")
+RULES = (*CHAIN_RULES, "recursive", "point-mass", "coupled", "lossy-typical")
 """Names a request may ask for; greedy requests need none."""
 
 
@@ -76,21 +81,21 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
     """
     if name is not None and name not in RULES:
         raise UsageError(f"rule {name!r}: expected one of {', '.join(RULES)}")
-    likeliest = InGraph(sampler) if not sampler.sampling.penalises else None  # a penalty would have to see the drafts
+    surest = InGraph(sampler) if not sampler.sampling.penalises else None  # a penalty would have to see the drafts
     if sampler.sampling.greedy:
-        return Rule("greedy", _best(sampler), _greedy(sampler), likeliest)
+        return Rule("greedy", _best(sampler), _greedy(sampler), surest)
     drawn, best = _drawn(sampler), _best(sampler)
-    by_chance = likeliest if likeliest and _COLDEST <= sampler.sampling.temperature <= _HOTTEST else None
+    by_chance = surest if surest and _COLDEST <= sampler.sampling.temperature <= _HOTTEST else None
     drawn_in_graph = by_chance and InGraph(sampler, _draft_gumbels(sampler), draws=True)
     match name:
         case "token":
-            return Rule(name, drawn, _by_q(sampler, accept.accept_token), drawn_in_graph, chain=True)
+            return Rule(name, drawn, _by_q(sampler, accept.accept_token), drawn_in_graph)
         case "block":
-            return Rule(name, drawn, _by_q(sampler, accept.accept_block), drawn_in_graph, chain=True)
+            return Rule(name, drawn, _by_q(sampler, accept.accept_block), drawn_in_graph)
         case "point-mass":
-            return Rule(name, best, _by_p(sampler, accept.accept_point_mass), likeliest)
+            return Rule(name, best, _by_p(sampler, accept.accept_point_mass), surest)
         case "lossy-typical":
-            return Rule(name, best, _by_p(sampler, accept.accept_typical), likeliest)
+            return Rule(name, best, _by_p(sampler, accept.accept_typical), surest)
         case "coupled":
             noise = _Noise(sampler)
             coupled_in_graph = by_chance and InGraph(sampler, _shared_gumbels(sampler, noise))
@@ -101,18 +106,19 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
 def _draft_gumbels(sampler: Sampler) -> Gumbels:
     """Noise of its own for every parent."""
 
-    def gumbels(root: int, depths: Tokens[int], ids: Ids) -> Noise:
-        rows = [draft_uniforms(sampler.sampling.seed, root, parent, len(ids)) for parent in range(len(depths))]
+    def gumbels(history: Tokens[int], depths: Tokens[int], ids: Ids) -> Noise:
+        seed, root = sampler.sampling.seed, len(history) - 1
+        rows = [draft_uniforms(seed, root, parent, len(ids)) for parent in range(len(depths))]
         return gumbel(np.stack(rows))
 
     return gumbels
 
 
-def _shared_gumbels(sampler: Sampler, noise: Uniforms) -> Gumbels:
+def _shared_gumbels(sampler: Sampler, noise: "_Noise") -> Gumbels:
     """The noise of the race that the target will hold too: arriving first is having the largest log q + Gumbel noise."""
 
-    def gumbels(root: int, depths: Tokens[int], ids: Ids) -> Noise:
-        numbers = Numbers(sampler.sampling.seed, root, uniforms=noise)
+    def gumbels(history: Tokens[int], depths: Tokens[int], ids: Ids) -> Noise:
+        numbers = noise.numbers(history)
         known = ids[: int(ids.searchsorted(sampler.allowed))]  # the rest is padding
         rows = np.zeros((len(depths), len(ids)), np.float32)
         for row, depth in zip(rows, depths, strict=True):
@@ -126,13 +132,11 @@ def _best(sampler: Sampler) -> Choose:
     """The drafter's likeliest tokens."""
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
+        where = _position("draft logits", history, path)
         if max(ranks) == 0:
-            return Children((sampler.best(logits, history, path, _position("draft logits", history, path)),))
-        scores = sampler.scores(logits, history, path)
-        best(scores, _position("draft logits", history, path))  # refuses NaN
-        likeliest = top(scores, max(ranks) + 1)
-        by_rank = likeliest[(-scores[likeliest]).argsort(kind="stable")]
-        return Children(tuple(int(by_rank[rank]) for rank in ranks if rank < len(by_rank)))
+            return Children((sampler.best(logits, history, path, where),))
+        by_rank = likeliest(sampler.scores(logits, history, path), max(ranks) + 1, where)
+        return Children(tuple(by_rank[rank] for rank in ranks if rank < len(by_rank)))
 
     return choose
 
@@ -162,14 +166,20 @@ class _Noise:
     """`philox.uniforms` that remembers whole positions: siblings, the target and the next round race with the same numbers."""
 
     def __init__(self, sampler: Sampler) -> None:
+        self._seed = sampler.sampling.seed
         self._everything = np.arange(sampler.allowed)
         self._known: dict[int, Floats] = {}
 
-    def __call__(self, seed: int, position: int, purpose: Purpose, ids: Ids) -> Floats:
+    def numbers(self, history: Tokens[int]) -> Numbers:
+        """Those of the round after `history`; what it can no longer ask for is forgotten."""
+        root = len(history) - 1
+        self._known = {position: numbers for position, numbers in self._known.items() if position > root}
+        return Numbers(self._seed, root, uniforms=self._uniforms)
+
+    def _uniforms(self, seed: int, position: int, purpose: Purpose, ids: Ids) -> Floats:
         if len(ids) * 4 < len(self._everything):  # what top-k or top-p left is made faster than everything
             return uniforms(seed, position, purpose, ids)
         if position not in self._known:
-            self._known = {at: numbers for at, numbers in self._known.items() if at > position - _POSITIONS}
             self._known[position] = uniforms(seed, position, purpose, self._everything)
         return self._known[position][ids]
 
@@ -178,9 +188,8 @@ def _coupled(sampler: Sampler, noise: _Noise) -> Choose:
     """The first to arrive in the race that the target will hold too."""
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
-        numbers = Numbers(sampler.sampling.seed, len(history) - 1, uniforms=noise)
         law = sampler.law(logits, history, path, _position("draft logits", history, path))
-        return Children(accept.race(law, numbers.noise(len(path), law.ids), len(ranks)))
+        return Children(accept.race(law, noise.numbers(history).noise(len(path), law.ids), len(ranks)))
 
     return choose
 
@@ -198,10 +207,10 @@ def _greedy(sampler: Sampler) -> Judge:
     return judge
 
 
-def _by_p(sampler: Sampler, rule: Callable[..., Accepted], noise: Uniforms = uniforms) -> Judge:
+def _by_p(sampler: Sampler, rule: Callable[..., Accepted], noise: _Noise | None = None) -> Judge:
     def judge(proposal: Proposal, logits: Rows, history: Tokens[int]) -> Accepted:
         laws = _laws(sampler, proposal, logits, history)
-        return rule(proposal.tree, laws, Numbers(sampler.sampling.seed, len(history) - 1, uniforms=noise))
+        return rule(proposal.tree, laws, noise.numbers(history) if noise else Numbers(sampler.sampling.seed, len(history) - 1))
 
     return judge
 

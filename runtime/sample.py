@@ -152,6 +152,19 @@ def top(scores: Logits, count: int) -> Ids:
     return _largest(scores, count, np.partition(scores, -count)[-count])
 
 
+def likeliest(scores: Logits, count: int, where: str = "logits") -> list[int]:
+    """The ids of the `count` largest logits, the largest first, equal logits by lower id; fewer where the others are -inf.
+
+    Raises:
+        SpecedgeError: As `filtered`.
+    """
+    best(scores, where)
+    found = top(scores, count)
+    found = found[(-scores[found]).argsort(kind="stable")]
+    possible: list[int] = found[scores[found] > -np.inf].tolist()
+    return possible
+
+
 def log_probability(logits: Logits, token: int) -> float:
     """log softmax(logits)[token], in nats: what the model itself says, before penalties, temperature and filters."""
     row = logits.astype(np.float64)

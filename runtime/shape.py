@@ -2,15 +2,23 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby, pairwise
 from operator import index
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from specedge.errors import SpecedgeError
-from specedge.runtime.tree import ROOT
+from specedge.runtime.law import Floats
+from specedge.runtime.tree import ROOT, Nodes, children_of
 
 Ranks = tuple[int, ...]  # one per depth, down a path
+Counts = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +29,25 @@ class TreeShape:
     node has, in order. Drafts may be fewer where a drafter runs out of tokens.
     """
 
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
+    parents: Nodes
+    ranks: Ranks
+    paths: tuple[Ranks, ...] = field(init=False, repr=False, compare=False)
+    """The ranks on the way to each node."""
+    levels: tuple[Nodes, ...] = field(init=False, repr=False, compare=False)
+    """The nodes of each depth, from 1 on."""
+    _children: tuple[Nodes, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks) or any(not ROOT <= p < node for node, p in enumerate(self.parents)):
-            raise ValueError(f"tree: expected an earlier parent and a rank per node, found {self.parents} and {self.ranks}")
-        lengths = [len(path) for path in self.paths]
+        children = _families(self.parents, self.ranks)
+        paths: list[Ranks] = []
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            paths.append((*(paths[parent] if parent != ROOT else ()), rank))
+        lengths = [len(path) for path in paths]
         if lengths != sorted(lengths):
             raise ValueError(f"tree: expected nodes level by level, found depths {lengths}")
+        levels = tuple(tuple(level) for _, level in groupby(range(len(paths)), lengths.__getitem__))
+        for name, made in (("paths", tuple(paths)), ("levels", levels), ("_children", children)):
+            object.__setattr__(self, name, made)
 
     @classmethod
     def chain(cls, gamma: int) -> "TreeShape":
@@ -62,30 +80,26 @@ class TreeShape:
         return cls(tuple(nodes[path[:-1]] for path in ordered), tuple(path[-1] for path in ordered))
 
     @property
-    def paths(self) -> tuple[Ranks, ...]:
-        """The ranks on the way to each node."""
-        paths: list[Ranks] = []
-        for parent, rank in zip(self.parents, self.ranks, strict=True):
-            paths.append((*(paths[parent] if parent != ROOT else ()), rank))
-        return tuple(paths)
-
-    @property
     def is_chain(self) -> bool:
         return self == _chain(len(self.parents))
-
-    @property
-    def levels(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of each depth, from 1 on."""
-        return _levels(self)
 
     @property
     def depth(self) -> int:
         """Length of the longest path: tokens that one round may accept."""
         return len(self.levels)
 
+    @property
+    def gap(self) -> Ranks | None:
+        """The first path that is left out though a sibling of higher rank is there; None if ranks are 0, 1, ... everywhere."""
+        for siblings in self._children:
+            for rank, node in enumerate(siblings):
+                if self.ranks[node] != rank:
+                    return (*self.paths[node][:-1], rank)
+        return None
+
     def children(self, node: int) -> tuple[int, ...]:
         """Nodes that follow `node` (-1: the root), by rank."""
-        return tuple(child for child, parent in enumerate(self.parents) if parent == node)
+        return self._children[node + 1]
 
     def within(self, depth: int, nodes: int) -> "TreeShape":
         """The shape without nodes deeper than `depth`, and of the others the first `nodes`."""
@@ -98,15 +112,27 @@ def read_shape(file: Path) -> TreeShape:
     Raises:
         SpecedgeError: The file cannot be read or its paths are no tree.
     """
+    paths = read_json(file)
+    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths) or not paths:
+        raise SpecedgeError(f"{file}: expected a JSON list of paths such as [[0], [1], [0, 0]]")
     try:
-        paths = json.loads(file.read_text(encoding="utf-8-sig"))
-        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths) or not paths:
-            raise ValueError("expected a JSON list of paths such as [[0], [1], [0, 0]]")
         return TreeShape.from_paths(paths)
+    except ValueError as error:
+        raise SpecedgeError(f"{file}: {error!s:.300}") from None
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        SpecedgeError: The file cannot be read or is no JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SpecedgeError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise SpecedgeError(f"{file}: {error!s:.300}") from None
+        raise SpecedgeError(f"{file}: is no JSON ({error!s:.300})") from None
 
 
 def best_shape(acceptance: Sequence[Sequence[float]], nodes: int) -> TreeShape:
@@ -125,16 +151,21 @@ def best_shape(acceptance: Sequence[Sequence[float]], nodes: int) -> TreeShape:
     for depth, row in enumerate(acceptance):
         if not all(0.0 <= chance <= 1.0 for chance in row) or sum(row) > 1.0 + 1e-9:
             raise ValueError(f"acceptance[{depth}]: expected chances that sum to 1 at most, found {list(row)}")
-    splits = [[_NO_CHILDREN] * (nodes + 1)]  # [depth][budget]
-    for row in reversed(acceptance):
-        splits.insert(0, _best_splits(row, splits[0], nodes))
+    expected, shares = np.zeros(nodes + 1), list[Counts]()  # of a reached node's children, by their budget; by depth
+    for depth in reversed(range(min(len(acceptance), nodes))):
+        row = acceptance[depth][: nodes - depth]  # the nodes above take one each, so do siblings of lower ranks
+        expected, split = _best_split(row, expected)
+        shares.insert(0, split)
     paths: list[Ranks] = []
     pending: list[tuple[Ranks, int]] = [((), nodes)]
     while pending:
         path, budget = pending.pop()
-        for rank, share in enumerate(splits[len(path)][budget].shares):
+        for rank, by_budget in enumerate(shares[len(path)] if len(path) < len(shares) else ()):
+            if not (share := int(by_budget[budget])):
+                break
             paths.append((*path, rank))
             pending.append(((*path, rank), share - 1))
+            budget -= share
     return TreeShape.from_paths(paths)
 
 
@@ -148,29 +179,22 @@ def tokens_per_round(shape: TreeShape, acceptance: Sequence[Sequence[float]]) ->
     return 1.0 + sum(chances)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """How a budget of nodes is best shared among the children of a reached node, by rank, and the tokens it then promises."""
+def _best_split(row: Sequence[float], deeper: Floats) -> tuple[Floats, Counts]:
+    """How a budget of nodes is best shared among the children of a reached node.
 
-    expected: float
-    shares: Ranks
-
-
-_NO_CHILDREN = _Split(0.0, ())
-
-
-def _best_splits(row: Sequence[float], deeper: Sequence[_Split], nodes: int) -> list[_Split]:
-    """The best split for every budget up to `nodes`; `deeper` are the children's own."""
-    best = [_NO_CHILDREN] * (nodes + 1)
-    for chance in reversed(row):  # a child of this rank before the best of those behind it, or none from here on
-        behind, best = best, []
-        for budget in range(nodes + 1):
-            options = [_NO_CHILDREN]
-            for own in range(1, budget + 1):
-                rest = behind[budget - own]
-                options.append(_Split(chance * (1.0 + deeper[own - 1].expected) + rest.expected, (own, *rest.shares)))
-            best.append(max(options, key=lambda split: split.expected))
-    return best
+    The tokens it then promises [nodes + 1], by budget, and how many nodes the child of each rank takes [ranks, nodes + 1] of a
+    budget that is left for it and those behind it, 0 where it is best to stop. `deeper` are the children's own promises.
+    """
+    nodes = len(deeper) - 1
+    best, shares = np.zeros(nodes + 1), np.zeros((len(row), nodes + 1), np.intp)
+    for rank in reversed(range(len(row))):  # a child of this rank before the best of those behind it, or none from here on
+        own = np.concatenate(([0.0], row[rank] * (1.0 + deeper[:-1])))  # of a child that takes 0, 1, ... nodes
+        left = sliding_window_view(np.concatenate((np.full(nodes, -np.inf), best)), nodes + 1)[:, ::-1]
+        promises = own + left  # [budget, taken]: left[budget, taken] = best[budget - taken]
+        promises[:, 0] = 0.0
+        shares[rank] = promises.argmax(axis=1)  # of equals the fewest
+        best = promises.max(axis=1)
+    return best, shares
 
 
 def _checked(given: Sequence[int], top_k: int | None, heads: int | None) -> Ranks:
@@ -189,18 +213,21 @@ def _checked(given: Sequence[int], top_k: int | None, heads: int | None) -> Rank
     return path
 
 
+def _families(parents: Nodes, ranks: Ranks) -> tuple[Nodes, ...]:
+    """The children of the root and of every node, once parents and ranks are known to be such."""
+    numbers = len(parents) == len(ranks) and all(type(number) is int for number in (*parents, *ranks))
+    if not numbers or any(not ROOT <= parent < node for node, parent in enumerate(parents)):
+        raise ValueError(f"tree: expected an earlier parent and a rank per node, found {parents} and {ranks}")
+    children = children_of(parents)
+    rising = all(ranks[one] < ranks[other] for siblings in children for one, other in pairwise(siblings))
+    if not rising or min(ranks, default=0) < 0:
+        raise ValueError(f"tree: expected ranks from 0 on, rising among siblings, found {ranks} under {parents}")
+    return children
+
+
 @lru_cache(maxsize=64)
 def _chain(gamma: int) -> TreeShape:
     return TreeShape(tuple(range(ROOT, gamma - 1)), (0,) * gamma)
-
-
-@lru_cache(maxsize=64)
-def _levels(shape: TreeShape) -> tuple[tuple[int, ...], ...]:
-    levels: list[list[int]] = []
-    for node, path in enumerate(shape.paths):
-        levels += [[]] if len(path) > len(levels) else []
-        levels[len(path) - 1].append(node)
-    return tuple(map(tuple, levels))
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +15,41 @@ from typing import Any
 import click
 import rich.console
 import rich.progress
+from click.core import ParameterSource
 
 from specedge.errors import SpecedgeError
 from specedge.progress import Progress
 
 
+class Command(click.Command):
+    """Errors name what was typed: `--top-k` where a message begins with the parameter `top_k`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecedgeError as error:
+            error.args = (_as_typed(str(error), ctx),)
+            raise
+
+
+def _as_typed(message: str, ctx: click.Context) -> str:
+    """`top_k: ...`, `gamma 9: ...` or `tree and gamma: ...` with the options in place of these names."""
+    names = re.match(r"\w+( and \w+)*(?=[ :])", message)
+    if names is None:
+        return message
+    given = [option for option in ctx.command.params if isinstance(option, click.Option) and _is_typed(option, ctx)]
+    typed = {option.name: max(option.opts, key=len) for option in given}
+    return " and ".join(typed.get(name, name) for name in names[0].split(" and ")) + message[names.end() :]
+
+
+def _is_typed(option: click.Option, ctx: click.Context) -> bool:
+    return option.name is not None and ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+
+
 class Group(click.Group):
     """Turns a SpecedgeError into one line on standard error and its exit code; --debug keeps the traceback."""
+
+    command_class = Command
 
     def invoke(self, ctx: click.Context) -> Any:
         # ended from outside like by Ctrl-C: what was begun is cleaned away

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from operator import index
 
 import numpy as np
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from specedge.runtime.law import Law
 
 ROOT = -1
+
+Nodes = tuple[int, ...]
 
 # node (-1: the root) -> the law of the token after it; asked only for nodes that are reached, so that it may be lazy
 Laws = Callable[[int], Law]
@@ -29,6 +32,7 @@ class TokenTree:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+    _children: tuple[Nodes, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -46,6 +50,7 @@ class TokenTree:
                     f"tree: tokens[{node}]: expected siblings to differ, found token {token} twice under node {parent}"
                 )
             seen.add((parent, token))
+        object.__setattr__(self, "_children", children_of(self.parents))
 
     @classmethod
     def chain(cls, tokens: Iterable[int]) -> "TokenTree":
@@ -59,7 +64,7 @@ class TokenTree:
 
     def children(self, node: int) -> tuple[int, ...]:
         """Nodes that follow `node` (-1: the root), in the order they were drafted."""
-        return tuple(child for child, parent in enumerate(self.parents) if parent == node)
+        return self._children[node + 1]
 
     def child(self, node: int, token: int) -> int | None:
         """The node after `node` that carries `token`."""
@@ -91,24 +96,47 @@ class TokenTree:
     @property
     def depth_first(self) -> tuple[int, ...]:
         """Verify rows, the root's first, every row followed by its first child's: the first path comes in one piece."""
-        rows: list[int] = []
-        pending = [ROOT]
-        while pending:
-            node = pending.pop()
-            rows.append(node + 1)
-            pending += reversed(self.children(node))
-        return tuple(rows)
+        return _depth_first(self.parents)
 
     @property
     def visible(self) -> NDArray[np.bool_]:
-        """[nodes + 1, nodes + 1] over verify rows: a row sees the root, its ancestors and itself."""
-        visible = np.eye(len(self.parents) + 1, dtype=np.bool_)
-        for row, parent in enumerate(self.parents, start=1):
-            visible[row] |= visible[parent + 1]
-        return visible
+        """[nodes + 1, nodes + 1] over verify rows, read only: a row sees the root, its ancestors and itself."""
+        return _visible(self.parents)
 
 
-def depths(parents: Iterable[int]) -> tuple[int, ...]:
+# What parents alone say is made once: a request drafts the same few trees over and over.
+
+
+@lru_cache(maxsize=256)
+def children_of(parents: Nodes) -> tuple[Nodes, ...]:
+    """The nodes that follow the root, then those that follow node 0, 1, ..., each in order."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        children[parent + 1].append(node)
+    return tuple(map(tuple, children))
+
+
+@lru_cache(maxsize=256)
+def _depth_first(parents: Nodes) -> Nodes:
+    children, rows, pending = children_of(parents), list[int](), [ROOT]
+    while pending:
+        node = pending.pop()
+        rows.append(node + 1)
+        pending += reversed(children[node + 1])
+    return tuple(rows)
+
+
+@lru_cache(maxsize=256)
+def _visible(parents: Nodes) -> NDArray[np.bool_]:
+    visible = np.eye(len(parents) + 1, dtype=np.bool_)
+    for row, parent in enumerate(parents, start=1):
+        visible[row] |= visible[parent + 1]
+    visible.flags.writeable = False
+    return visible
+
+
+@lru_cache(maxsize=256)
+def depths(parents: Nodes) -> Nodes:
     """Distance from the root of the root itself and of every node."""
     known = [0]
     for parent in parents:

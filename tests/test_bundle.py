@@ -196,6 +196,15 @@ def test_paths_that_are_no_tree_are_refused(bundle: Path, tree: list[list[int]])
     assert str(bundle) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("rank", [120, 1000, 10**40])
+def test_a_choice_among_more_ids_than_there_are_is_refused(bundle: Path, rank: int):
+    """The tokenizer knows 120 of the model's 128 rows."""
+    edit(bundle, lambda manifest: manifest.update(tree=[[0], [rank]]))
+    refuse(bundle, "tree (allowed_ids)")
+    edit(bundle, lambda manifest: manifest.update(tree=[[0], [119]]))
+    assert load(bundle, threads=1).generate([3, 14, 15], max_new_tokens=4).stats.rounds
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', "3", "\xff", "[" * 100_000], ids=lambda text: text[:6])
 def test_what_is_no_manifest_is_refused(bundle: Path, text: str):
     (bundle / MANIFEST).write_bytes(text.encode("latin-1"))

@@ -117,6 +117,15 @@ def test_a_tree_that_cannot_be_read_is_named(source: Path, content: bytes | None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("rank", [128, 10**40])
+def test_a_tree_of_more_choices_than_ids_is_refused(source: Path, rank: int, tmp_path: Path):
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([[0], [0, rank]]))
+    error = refused(2, "convert", source, "-o", tmp_path / "out", *SHAPE, "--draft", source, "--tree", file)
+    assert f"tree: rank {rank}, expected 0..127" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["tree.json"]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cpu-static"])
 def test_a_tree_goes_into_the_bundle_and_is_drafted(source: Path, tree: Path, device: str, tmp_path: Path):
     path = tmp_path / "bundle"

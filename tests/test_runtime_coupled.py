@@ -6,6 +6,7 @@ orders change only on the lines r = p_1 / p_0, s = p_2 / p_0 and s = r p_2 / p_1
 """
 
 import math
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -33,9 +34,11 @@ from laws import (
 from specedge.runtime.accept import accept_coupled, race
 from specedge.runtime.law import Floats, Ids, Law
 from specedge.runtime.philox import Numbers, Purpose, uniform
+from specedge.runtime.rules import make_rule
 from specedge.runtime.sample import Sampling
+from specedge.runtime.sampler import Sampler
 from specedge.runtime.shape import TreeShape
-from specedge.runtime.tree import ROOT, TokenTree
+from specedge.runtime.tree import ROOT, Proposal, TokenTree
 
 DRAWN = Sampling(1.0)
 ALL = np.arange(3)
@@ -108,6 +111,30 @@ def test_equal_times_go_by_id_and_impossible_tokens_never_arrive():
     assert race(Law.of([0.0, 0.5, 0.5]), np.zeros(3)) == (1,)
     assert race(Law.of([0.0, 0.5, 0.5]), np.zeros(3), 3) == (1, 2)
     assert race(Law(np.array([4, 7]), np.array([0.0, 1.0])), np.array([0.0, LAST])) == (7,)
+
+
+def test_a_token_of_hardly_any_chance_arrives_last():
+    """At temperature 0.01 most of a vocabulary is like that: its times are beyond float64."""
+    assert race(Law.of([5e-324, 1.0, 1e-310]), np.full(3, 0.5), 3) == (1, 0, 2)
+    logits = np.linspace(0.0, -7.4, 400, dtype=np.float32)
+    law = Sampler(Sampling(0.01), len(logits), 0).law(logits, [])
+    assert 0.0 < law.p.min() < 1e-310
+    assert race(law, np.full(len(logits), 0.5)) == (0,)
+
+
+def test_a_round_remembers_no_noise_behind_its_root():
+    vocab = 50_000
+    rule = make_rule("coupled", Sampler(Sampling(1.0), vocab, 0))
+    logits = np.zeros(vocab, np.float32)
+    tracemalloc.start()
+    for root in range(30):
+        history = [0] * (root + 1)
+        for depth in range(3):
+            rule.choose(logits, history, (0,) * depth, 0, [0, 1])
+        rule.judge(Proposal(TokenTree.chain([])), logits[None], history)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 3 * vocab * 8 <= held < 5 * vocab * 8  # the noise of three positions, and the ids
 
 
 def test_two_laws_agree_as_often_as_the_paper_says():

@@ -514,6 +514,27 @@ def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return paths
 
 
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("count", range(1, 8))
+def test_a_result_counts_what_was_emitted(chains: dict[str, Path], count: int, closed: bool) -> None:
+    """Taken in the middle of a burst of three drafts and one token more, or after a stream was closed there."""
+    stream = load(chains["stop"], threads=1).stream([1], max_new_tokens=40, gamma=3)
+    taken = [next(stream).id for _ in range(count)]
+    if closed:
+        stream.close()
+    result = stream.result()
+    assert result.ids == taken == list(range(2, 2 + count)) and result.stats.tokens == count
+    assert result.stats.per_round == [(3, 3), (3, 3)][: count // 4] + [(3, count % 4)] * (count % 4 > 0)
+    assert [(outcome.nodes, outcome.tokens) for outcome in result.stats.outcomes.elements()][-1][1] in (4, count % 4)
+    assert result.finish_reason == ("stop" if taken[-1] == 8 else "length")
+    before = result.stats.as_dict()
+    rest = [token.id for token in stream]
+    assert result.stats.as_dict() == before and result.ids == taken  # what was given out does not change
+    if not closed:
+        assert taken + rest == list(range(2, 9)) == stream.result().ids
+        assert stream.result().stats.per_round == [(3, 3), (3, 3)]
+
+
 @pytest.mark.parametrize("drafter", ["draft", "lookup"])
 @pytest.mark.parametrize("place", range(1, 7))
 def test_eos_at_any_place_of_a_burst_ends_it(chains: dict[str, Path], drafter: str, place: int) -> None:  # B27

@@ -25,7 +25,6 @@ def stats_of(*rounds: tuple[Sequence[int], Sequence[int]]) -> Stats:
     stats = Stats()
     for parents, nodes in rounds:
         stats.add(round_of(parents, nodes), len(nodes) + 1)
-        stats.tokens += len(nodes) + 1
     return stats
 
 
@@ -37,11 +36,11 @@ def test_counts_and_seconds_add_up() -> None:
     assert stats.per_round == [(3, 2), (3, 0), (0, 0), (6, 2)]
     assert (stats.rounds, stats.drafted, stats.accepted, stats.tokens) == (4, 12, 4, 8)
     assert stats.tokens_per_round == 2.0
-    timed = Stats(tokens=12)
+    timed = Stats()
     for _ in range(2):
-        timed.add(round_of(CHAIN, (), seconds=0.5), 1)
+        timed.add(round_of(CHAIN, (0, 1, 2), seconds=0.5), 4)
     assert (timed.draft_seconds, timed.verify_seconds, timed.decode_seconds) == (1.0, 2.0, 4.0)
-    assert timed.tokens_per_second == 3.0
+    assert timed.tokens_per_second == 2.0
 
 
 def test_nothing_done_is_nothing_counted() -> None:

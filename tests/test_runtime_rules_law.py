@@ -377,3 +377,11 @@ def test_what_a_rule_cannot_judge_is_refused(name: str):
 def test_every_node_needs_a_row(name: str, sampling: Sampling):
     with pytest.raises(ValueError, match="2 nodes, found 2 rows"):
         rule_of(name, sampling, 2).judge(Proposal(TokenTree.chain([1, 1])), [logits_of(0.5, 0.5)] * 2, PROMPT)
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_ids_are_not_drafted_at_any_rank(name: str, temperature: float) -> None:
+    rule = rule_of(name, Sampling(temperature, banned_ids=[0, 1, 2, 4]), 6)
+    tokens = rule.choose(logits_of(0.5, 0.2, 0.1, 0.1, 0.06, 0.04), PROMPT, (), 0, [0, 1, 2, 3, 4]).tokens
+    assert {*tokens} == {3, 5} and len(tokens) == 2

@@ -17,7 +17,7 @@ from scipy.special import log_softmax
 
 from specedge.errors import SpecedgeError
 from specedge.runtime.law import Floats, Ids
-from specedge.runtime.sample import Logits, Sampling, best, filtered, log_probability, top
+from specedge.runtime.sample import Logits, Sampling, best, filtered, likeliest, log_probability, top
 
 NAN = float("nan")
 
@@ -270,6 +270,17 @@ def test_the_top_are_the_first_of_the_falling_order(logits: Logits, count: int) 
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     assert top(logits, count).tolist() == sorted(order[:count])
     assert best(logits) == order[0]
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.5, -3.0, -math.inf]), min_size=1, max_size=9), st.integers(1, 11))
+@settings(deadline=None, derandomize=True)
+def test_the_likeliest_are_in_falling_order_and_possible(row: list[float], count: int) -> None:
+    possible = [token for token in sorted(range(len(row)), key=lambda token: (-row[token], token)) if row[token] > -math.inf]
+    if possible:
+        assert likeliest(np.array(row, np.float32), count) == possible[:count]
+    else:
+        with pytest.raises(SpecedgeError, match=r"^row 7: -inf at id 0"):
+            likeliest(np.array(row, np.float32), count, "row 7")
 
 
 @given(lines, st.data())

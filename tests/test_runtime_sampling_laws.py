@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from scipy.stats import chisquare
 
 import bundles
 from specedge.runtime import Engine, Sampling, load
-from specedge.runtime.results import Outcome, Stats
+from specedge.runtime.results import Outcome, Stats, Token
 from specedge.runtime.rules import RULES
 from specedge.runtime.shape import TreeShape
 from tiny import Array, f_chain, f_rand, random_chain
@@ -100,12 +99,15 @@ class Pairs:
 def first_two(
     engine: Engine, prompt: Sequence[int], rule: str | None, shape: TreeShape, requests: int = REQUESTS, **settings: Any
 ) -> Pairs:
-    """The first two of five tokens, seed after seed; streams are closed behind them."""
+    """The first two of five tokens, seed after seed; streams are closed behind the first round and one token more."""
     pairs = Pairs()
     for seed in range(requests):
         stream = engine.stream(prompt, Sampling(seed=seed, **settings), max_new_tokens=5, tree=shape, rule=rule)
-        first, second = islice(stream, 2)
+        tokens: list[Token] = []
+        while not tokens or tokens[-1].round == 0:
+            tokens.append(next(stream))
         stream.close()
+        first, second, *_ = tokens
         stats = stream.result().stats
         pairs.counts[first.id, second.id] += 1
         pairs.first[stats.per_round[0]] += 1

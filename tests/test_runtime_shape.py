@@ -1,6 +1,7 @@
 """Laws of tree shapes: paths closed under prefixes, in one order; and no shape promises more than the best one."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
@@ -122,6 +123,30 @@ def test_nodes_come_after_their_parents_level_by_level(parents: tuple[int, ...],
         TreeShape(parents, ranks)
 
 
+@pytest.mark.parametrize(
+    ("parents", "ranks", "named"),
+    [
+        ((-1, -1), (0, 0), "rising among siblings"),
+        ((-1, -1, 0, 0), (0, 1, 3, 3), "rising among siblings"),
+        ((-1, -1), (1, 0), "rising among siblings"),
+        ((-1,), (-1,), "from 0 on"),
+        ((-1,), (0.0,), "a rank per node"),
+        ((-1,), (True,), "a rank per node"),
+        ((-1,), ("0",), "a rank per node"),
+        ((-1.0,), (0,), "an earlier parent"),
+    ],
+)
+def test_siblings_have_ranks_of_their_own_in_order(parents: tuple[int, ...], ranks: tuple[int, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^tree: expected .*{named}"):
+        TreeShape(parents, ranks)
+
+
+def test_what_a_shape_tells_is_made_once() -> None:
+    """A round asks some sixty times, on the host."""
+    shape = TreeShape.from_paths([[0], [1], [0, 0], [0, 1]])
+    assert shape.paths is shape.paths and shape.levels is shape.levels and shape.children(0) is shape.children(0)
+
+
 # Children per node of the tree that Medusa's authors publish for 7B models as mc_sim_7b_63, ranks without gaps; one each
 # after [4] to [9], [0, 3] to [0, 7] and [2, 0].
 MEDUSA = {(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, (0, 0): 10, (0, 1): 3, (0, 2): 2, (1, 0): 2, (2, 0): 1, (0, 0, 0): 2}
@@ -137,6 +162,14 @@ def test_the_published_tree_of_medusa_is_one() -> None:
         TreeShape.from_paths(paths, top_k=10, heads=3)
     with pytest.raises(ValueError, match="expected ranks from 0 to 8"):
         TreeShape.from_paths(paths, top_k=9, heads=4)
+
+
+@given(shapes)
+@settings(deadline=None, derandomize=True)
+def test_the_gap_is_a_path_that_a_later_sibling_skips(shape: TreeShape) -> None:
+    skipped = {(*path[:-1], rank) for path in shape.paths for rank in range(path[-1])} - {*shape.paths}
+    assert shape.gap == min(skipped, key=lambda path: (len(path), path), default=None)
+    assert TreeShape.from_paths([[0], [10**40]]).gap == (1,)
 
 
 # ---- a smaller one
@@ -303,3 +336,21 @@ def test_chances_that_are_none_are_refused_by_depth(row: list[float]) -> None:
 
 def test_a_large_budget_takes_no_time() -> None:
     assert len(best_shape([[0.45 / 2**rank for rank in range(10)]] * 5, 63).parents) == 63
+
+
+def test_a_wide_and_deep_table_takes_little() -> None:
+    """The table of 30 depths and 60 ranks took two minutes while every budget kept its whole split."""
+    table = [[0.1 * 0.9**rank for rank in range(60)] for _ in range(30)]
+    start = time.perf_counter()
+    assert len(best_shape(table, 512).parents) == 512
+    assert time.perf_counter() - start < 10.0
+
+
+@given(tables(), st.integers(1, 6))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_what_no_tree_of_the_budget_reaches_does_not_count(table: list[list[float]], nodes: int) -> None:
+    long = [[*row, *[0.0] * (nodes - len(row)), *[(1.0 - min(sum(row), 1.0)) / 2] * 2] for row in table]
+    deep = [*long, *[[0.0] * nodes] * (nodes - len(long)), [1.0]]
+    assert tokens_per_round(best_shape(deep, nodes), deep) == pytest.approx(
+        tokens_per_round(best_shape(table, nodes), table), abs=1e-12
+    )

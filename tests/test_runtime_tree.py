@@ -134,6 +134,29 @@ def test_children_and_parents_say_the_same(tree: TokenTree) -> None:
     assert tree.depths == depths(tree.parents)
 
 
+@given(trees())
+@settings(deadline=None, derandomize=True)
+def test_depth_first_every_row_is_followed_by_its_first_child(tree: TokenTree) -> None:
+    rows = tree.depth_first
+    assert sorted(rows) == list(range(len(tree.tokens) + 1)) and rows[0] == 0
+    for row in rows:
+        for place, child in enumerate(tree.children(row - 1)):  # behind it, its earlier siblings and all that follow those
+            before = tree.children(row - 1)[:place]
+            between = {other for other in range(len(rows)) if any(tree.visible[other, sibling + 1] for sibling in before)}
+            assert rows.index(child + 1) == rows.index(row) + len(between) + 1
+
+
+@given(trees())
+@settings(deadline=None, derandomize=True)
+def test_what_parents_tell_is_made_once_for_all_tokens(tree: TokenTree) -> None:
+    """A round drafts other tokens under the same parents."""
+    other = TokenTree(tuple(token + 1 for token in tree.tokens), tree.parents)
+    assert other.depth_first is tree.depth_first and other.depths is tree.depths and other.visible is tree.visible
+    assert all(other.children(node) is tree.children(node) for node in range(ROOT, len(tree.tokens)))
+    assert not tree.visible.flags.writeable
+    assert other == TokenTree(other.tokens, other.parents) and (other != tree or not tree.tokens)
+
+
 # ---- proposals
 
 

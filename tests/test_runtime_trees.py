@@ -1,5 +1,6 @@
 """Trees of drafts: the text is the plain text whatever is drafted, and a request for an impossible tree is refused."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from specedge.bundle import open_bundle
 from specedge.errors import UsageError
 from specedge.runtime import Engine, Result, Sampling, load
 from specedge.runtime.agreement import compare_greedy, tree_agreement
+from specedge.runtime.bench import bench
 from specedge.runtime.shape import TreeShape
 
 CONTEXT, NODES = 128, 12
@@ -186,7 +188,11 @@ def drafted_first(engine: Engine, **options: Any) -> int:
 
 def test_a_bundle_drafts_its_tree_unless_told_otherwise(rand: Rand) -> None:
     engine, shape = rand.engines["stored"], TreeShape.from_paths(STORED)
-    assert engine.default_tree == shape and rand.engines["noisy"].default_tree is None
+    assert (
+        engine.default_tree == shape
+        and engine.default_tree is engine.default_tree
+        and rand.engines["noisy"].default_tree is None
+    )
     stats = engine.generate(PROMPTS[0], max_new_tokens=20).stats
     assert stats.per_round[0][0] == len(STORED)
     assert any(outcome.parents == shape.parents for outcome in stats.outcomes)
@@ -209,6 +215,23 @@ def test_a_stored_tree_brings_its_width(rand: Rand, sources: Path, tmp_path: Pat
     assert open_bundle(path).manifest.tree == ((0,), (1,))
 
 
+@pytest.mark.parametrize(("paths", "lacks"), [([[0], [3]], [1]), ([[1]], [0]), ([[0], [1], [1, 0], [1, 2]], [1, 1])])
+def test_acceptance_by_rank_is_not_measured_across_gaps(
+    sources: Path, tmp_path: Path, paths: list[list[int]], lacks: list[int]
+) -> None:
+    """What bench wrote for rank 3 of [0] and [3] would be planned with as rank 1."""
+    stored = tuple(map(tuple, paths))
+    path = bundles.make(sources / "target", tmp_path / "b", draft=str(sources / "noisy"), **SHAPE | {"tree": stored})
+    engine, sets = load(path, threads=1), {"ids": PROMPTS[:1]}
+    with pytest.raises(UsageError, match=re.escape(f"tree: the bundle's lacks path {lacks} before")):
+        bench(engine, sets, 8, repeats=1)
+    with pytest.raises(UsageError, match=re.escape(f"tree: lacks path {lacks} before")):
+        bench(engine, sets, 8, repeats=1, tree=TreeShape.from_paths(paths))
+    assert bench(engine, sets, 8, repeats=1, tree=TreeShape.from_paths(STORED))["ids"].drafted > 0
+    assert bench(engine, sets, 8, gamma=2, repeats=1)["ids"].drafted > 0
+    assert drafted_first(engine) == len(paths)  # to generate with it is fine
+
+
 # ---- requests that make no sense
 
 
@@ -220,6 +243,8 @@ def test_impossible_trees_are_refused_by_name(rand: Rand) -> None:
         ("lookup", {"tree": bush}, "tree: drafter 'lookup' drafts chains only"),
         ("noisy", {"tree": wide}, f"tree: 13 nodes, expected at most {NODES}"),
         ("noisy", {"tree": TreeShape.chain(NODES + 1)}, f"tree: 13 nodes, expected at most {NODES}"),
+        ("noisy", {"tree": TreeShape.from_paths([[0], [128]])}, r"tree: rank 128, expected 0\.\.127"),
+        ("noisy", {"tree": TreeShape.from_paths([[10**40]])}, r"tree: rank 10{40}, expected 0\.\.127"),
         ("noisy", {"tree": bush, "rule": "token", "sampling": Sampling(1.0)}, "rule 'token': judges chains only"),
         ("noisy", {"tree": bush, "rule": "block", "sampling": Sampling(1.0)}, "rule 'block': judges chains only"),
         ("noisy", {"rule": "typical"}, "rule 'typical': expected one of token, block, recursive"),
@@ -231,6 +256,12 @@ def test_impossible_trees_are_refused_by_name(rand: Rand) -> None:
     for name, options, message in requests:
         with pytest.raises(UsageError, match=f"^{message}"):
             rand.engines[name].stream(PROMPTS[0], **options)
+
+
+def test_a_tree_is_for_requests_that_draft(rand: Rand) -> None:
+    for call in (rand.engines["noisy"].generate, rand.engines["noisy"].stream):
+        with pytest.raises(ValueError, match=r"^tree: .*speculate=False"):
+            call(PROMPTS[0], max_new_tokens=4, speculate=False, tree=TreeShape.from_paths(STORED))
 
 
 def test_a_chain_is_a_tree_that_every_drafter_and_rule_takes(rand: Rand) -> None:

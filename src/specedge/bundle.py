@@ -265,6 +265,7 @@ def _check_values(manifest: Manifest, where: str) -> None:
         "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths) < 1,
         "tree": not is_tree(manifest.tree) or len(manifest.tree) >= target.widest,
         "allowed_ids (roles.target.vocab_size)": not 1 <= manifest.allowed_ids <= target.vocab_size,
+        "tree (allowed_ids)": highest_rank(manifest.tree) >= manifest.allowed_ids,
     }
     for name, role in manifest.roles.items():
         wrong[f"roles.{name}.context"] = role.context != manifest.context or role.context > role.kv.slots
@@ -293,6 +294,11 @@ def is_tree(paths: tuple[tuple[int, ...], ...]) -> bool:
     """Whether these are different paths of ranks, each one's beginning among them."""
     known = {(), *paths}
     return len(known) == len(paths) + 1 and all(path[:-1] in known and min(path) >= 0 for path in paths if path)
+
+
+def highest_rank(paths: tuple[tuple[int, ...], ...]) -> int:
+    """The last choice that any of these paths takes: so many ids and one a model must have."""
+    return max((rank for path in paths for rank in path), default=0)
 
 
 def _resolve(folder: Path, name: str) -> Path:
