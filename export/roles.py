@@ -48,6 +48,9 @@ class GraphWriter:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     _done: int = 0
 
+    def __post_init__(self) -> None:
+        self.place.progress(f"{self.label}: graphs", 0, self.total)
+
     def __call__(self, name: str, model: ir.Model, width: int | None) -> Graph:
         """Write one; its name, its width as the manifest says it."""
         lower(model, self.weights, self.location, self.place.device, self.elsewhere)

@@ -71,7 +71,7 @@ def check_eagle(
 def _features(model: PreTrainedModel, ids: list[int], taps: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """[T, taps H] from transformers: its hidden states enter block 0, 1, ...; the last one has passed the final norm."""
     streams: list[torch.Tensor] = []
-    *_, last = model.get_submodule("model.layers").children()
+    last = list(model.get_submodule("model.layers").children())[-1]
     hook = last.register_forward_hook(lambda _, __, out: streams.append(out))
     try:
         states = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True).hidden_states
@@ -92,7 +92,9 @@ def _eagle_reference(
         raise SpecedgeError(
             f"{bundle.path}: its head has {first_of(missing)}, {opened.files.path} has none; name its own checkpoint"
         )
-    embedding, lm_head = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
+    embedding, lm_head = (
+        module.get_parameter("weight").detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
+    )
     state = {
         "embed_tokens.weight": embedding,
         "lm_head.weight": lm_head if opened.vocabulary is None else lm_head[opened.vocabulary],

@@ -51,7 +51,7 @@ def check_unrolled(engine: Engine, text: list[int]) -> list[Check]:
     """What one call drafts against single steps, with the same noise: the tokens, unless the graphs are quantised, and q."""
     checks = []
     name = engine.drafter_name
-    quantised = engine.bundle.role(name).quantised
+    quantised = any(role.quantised for role in engine.bundle.manifest.roles.values())
     texts = [text[:length] for length in _TEXTS if length + 1 < engine.context]
     for shape in engine.expansions:
         found = unrolled_agreement(engine, texts, shape)

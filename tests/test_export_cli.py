@@ -200,7 +200,7 @@ def check_bundle_keys(results: dict[str, Any], path: Path) -> None:
     assert (results["device"], results["widths"], results["context"]) == (manifest.device, [1, 4], 128)
     assert results["bytes"] == sum(file.bytes for file in manifest.files.values())
     assert [(graph["role"], graph["file"], graph["width"]) for graph in results["graphs"]] == [
-        (role, graph.file, graph.width) for role, record in manifest.roles.items() for graph in record.graphs
+        (role, graph.file, graph.width) for role, record in manifest.roles.items() for graph in record.all_graphs
     ]
     assert all(graph["ops"] and all(count > 0 for count in graph["ops"].values()) for graph in results["graphs"])
     assert sum(results["weights"].values()) == sum(role.stored_bytes for role in manifest.roles.values())
