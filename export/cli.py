@@ -47,6 +47,12 @@ def fetch_command(name: str) -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The bundle to write.")
 @click.option("--draft", help="A draft model of the same vocabulary.")
 @click.option("--medusa", help="Medusa heads for this model: a folder, a file of tensors or a hub id.")
+@click.option("--eagle", help="An EAGLE-1, EAGLE-2 or EAGLE-3 head for this model, likewise.")
+@click.option(
+    "--eagle-taps",
+    metavar="K,K,K",
+    help="What an EAGLE-3 head reads where its file leaves that open: the residual streams entering these blocks.",
+)
 @click.option("--lookup", is_flag=True, help="Draft by prompt lookup only; every bundle can do that.")
 @click.option("--device", default="cpu", show_default=True, help="Row of the device table.")
 @click.option("--gamma", type=click.IntRange(min=1), help="Verify this many drafts: widths 1 and gamma + 1.")
@@ -83,6 +89,8 @@ def convert_command(
     output: Path,
     draft: str | None,
     medusa: str | None,
+    eagle: str | None,
+    eagle_taps: str | None,
     lookup: bool,
     device: str,
     gamma: int | None,
@@ -99,8 +107,9 @@ def convert_command(
     json_file: str | None,
 ) -> None:
     """Convert MODEL (a GGUF file, a Hugging Face folder or a hub id) and its drafter into a bundle."""
-    if lookup and (draft or medusa):
-        raise UsageError(f"--lookup: means no other drafter; leave out --lookup or --{'draft' if draft else 'medusa'}")
+    other = next((name for name, given in (("draft", draft), ("medusa", medusa), ("eagle", eagle)) if given), None)
+    if lookup and other:
+        raise UsageError(f"--lookup: means no other drafter; leave out --lookup or --{other}")
     if gamma is not None and widths is not None:
         raise UsageError("--widths: says what --gamma would; give one of them")
     new_grid = [name for name, given in (("--group", group), ("--asymmetric", asymmetric)) if given]
@@ -110,13 +119,15 @@ def convert_command(
     if new_grid and method == "keep":
         raise UsageError(f"--method keep: {new_grid[0]} asks for another grid; leave out one of them")
     head = head_weights or (weights if weights in _FLOATS else "int8")
-    request = _export("convert").Request(
+    request = _export("request").Request(
         model=model,
         output=output,
         draft=draft,
         medusa=medusa,
+        eagle=eagle,
+        eagle_taps=_numbers("--eagle-taps", eagle_taps),
         device=device,
-        widths=_widths(widths) if gamma is None else (1, gamma + 1),
+        widths=_numbers("--widths", widths) if gamma is None else (1, gamma + 1),
         context=context,
         chunk=chunk,
         tree=read_shape(tree).paths if tree else (),
@@ -207,7 +218,7 @@ def demo_command(output: Path, json_file: str | None) -> None:
     out = Output(json_file)
     with out.progress() as progress:
         model = str(_export("fetch").fetch("smollm2-135m", progress))
-    converted = _convert(_export("convert").Request(model=model, output=output, force=True), out)
+    converted = _convert(_export("request").Request(model=model, output=output, force=True), out)
     with out.progress() as progress:
         report = _export("validate").validate(output, model, progress=progress)
     _show_report(out, report)
@@ -224,13 +235,13 @@ def _weight_form(name: str, group: str, symmetric: bool) -> Scheme | str:
     return _FLOATS[name] if name in _FLOATS else Scheme.parse(name, group, symmetric)
 
 
-def _widths(text: str | None) -> tuple[int, ...] | None:
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--widths {text!r}: expected numbers separated by commas, such as 1,5,9") from None
+        raise UsageError(f"{option} {text!r}: expected numbers separated by commas, such as 1,5,9") from None
 
 
 def _export(module: str) -> Any:

@@ -20,6 +20,14 @@ KV = tuple[Tensor, Tensor]
 # width then gives the same bits. The KV buffers have a column to spare for it.
 IN_PLACE_SPARE = 1
 
+NORMED = -1
+"""The tap after the final norm: what feeds lm_head. Other taps k are the residual stream entering block k, n after the last."""
+
+
+def feature_name(taps: tuple[int, ...]) -> str:
+    """The step graph's output that holds `taps`."""
+    return "hidden" if taps == (NORMED,) else "features"
+
 
 def padded_head_dim(config: DecoderConfig, form: Form) -> int:
     """Columns of a cached head: GroupQueryAttention on the CPU takes multiples of 8, the rest is zeros."""
@@ -60,14 +68,23 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over the cache and the new columns, in one of the two forms of the step graph."""
 
-    def __init__(self, config: DecoderConfig, form: Form, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        form: Form,
+        dtype: torch.dtype,
+        inputs: int | None = None,  # another size than hidden
+        output_bias: bool | None = None,  # another answer than attention_bias
+    ) -> None:
         super().__init__()
         self.config, self.form = config, form
         query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q_proj = Linear(config.hidden, query, config.attention_bias, dtype)
-        self.k_proj = Linear(config.hidden, kv, config.attention_bias, dtype)
-        self.v_proj = Linear(config.hidden, kv, config.attention_bias, dtype)
-        self.o_proj = Linear(query, config.hidden, config.attention_bias, dtype)
+        inputs = config.hidden if inputs is None else inputs
+        output_bias = config.attention_bias if output_bias is None else output_bias
+        self.q_proj = Linear(inputs, query, config.attention_bias, dtype)
+        self.k_proj = Linear(inputs, kv, config.attention_bias, dtype)
+        self.v_proj = Linear(inputs, kv, config.attention_bias, dtype)
+        self.o_proj = Linear(query, config.hidden, output_bias, dtype)
 
     def forward(self, x: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
         attend = self._attend_in_place if self.form == "in-place" else self._attend_delta
@@ -157,16 +174,40 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), kv
 
 
+class Body(nn.Module):
+    """A step in the delta form without LM head: what feeds that, and the new columns."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, dtype=dtype)
+        self.layers = nn.ModuleList(Block(config, "delta", dtype) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.rms_eps, dtype)
+
+    def forward(
+        self, input_ids: Tensor, rope_cos: Tensor, rope_sin: Tensor, attention_bias: Tensor, past: list[KV]
+    ) -> tuple[Tensor, list[KV]]:
+        step = delta_step(Step(rope_cos, rope_sin, attention_bias), self.config)
+        x = self.embed_tokens(input_ids)
+        columns = []
+        for block, kv in zip(self.layers, past, strict=True):
+            x, new = block(x, step, kv)
+            columns.append(new)
+        return self.norm(x), columns
+
+
 class Decoder(nn.Module):
     """A step: token ids in, logits and the new (or present) KV columns out (docs/contract.md).
 
-    Parameter names are the canonical tensor names of `families.tensor_names`. With `hidden` there is one more output, what
-    feeds lm_head [1, T, H]: a draft head reads it.
+    Parameter names are the canonical tensor names of `families.tensor_names`. With `taps` there is one more output, what the
+    taps hold side by side [1, T, taps H]: a draft head reads it.
     """
 
-    def __init__(self, config: DecoderConfig, form: Form, dtype: torch.dtype = torch.float32, hidden: bool = False) -> None:
+    def __init__(
+        self, config: DecoderConfig, form: Form, dtype: torch.dtype = torch.float32, taps: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
-        self.config, self.form, self.hidden = config, form, hidden
+        self.config, self.form, self.taps = config, form, taps
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, form, dtype) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.rms_eps, dtype)
@@ -184,15 +225,18 @@ class Decoder(nn.Module):
         lengths: tuple[Tensor, ...] = (),  # in place: seqlens_k = L + T - 1, total_sequence_length = L + T, logits_rows [R]
     ) -> tuple[Tensor, list[KV]] | tuple[Tensor, Tensor, list[KV]]:
         step = Step(rope_cos, rope_sin, attention_bias)
-        step = _in_place(step, self.config, lengths[:2]) if self.form == "in-place" else _delta(step, self.config)
+        step = _in_place(step, self.config, lengths[:2]) if self.form == "in-place" else delta_step(step, self.config)
         x = self.embed_tokens(input_ids)
-        columns = []
+        columns, streams = [], [x]
         for block, kv in zip(self.layers, past, strict=True):
             x, new = block(x, step, kv)
             columns.append(new)
+            streams.append(x)
         hidden = self.norm(x)
         logits = self.lm_head(hidden.index_select(1, lengths[2]) if self.form == "in-place" else hidden)
-        return (logits, hidden, columns) if self.hidden else (logits, columns)
+        if not self.taps:
+            return logits, columns
+        return logits, torch.cat([hidden if tap == NORMED else streams[tap] for tap in self.taps], -1), columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +251,7 @@ class Step:
     spare: Tensor | None = None  # zeros [1, 1, (N + 2 K) D]
 
 
-def _delta(step: Step, config: DecoderConfig) -> Step:
+def delta_step(step: Step, config: DecoderConfig) -> Step:
     """The bias of a KV head's rows: its G query heads in turn."""
     return replace(step, bias=step.bias.repeat(1, 1, config.heads // config.kv_heads, 1))
 

@@ -83,7 +83,7 @@ def read_config(config: PretrainedConfig, source_name: str, rope_factors: Sequen
     require_supported(config.model_type, source_name)
     if config.hidden_act != "silu":
         raise SpecedgeError(f"{source_name}: hidden_act {config.hidden_act!r} is not supported, expected 'silu'")
-    inv_freq, rope_scaling = _read_rope(config, source_name)
+    inv_freq, rope_scaling = read_rope(config, source_name)
     if rope_factors is not None:
         if len(rope_factors) != len(inv_freq):
             raise SpecedgeError(
@@ -113,7 +113,7 @@ def read_config(config: PretrainedConfig, source_name: str, rope_factors: Sequen
         raise SpecedgeError(f"{source_name}: {error}") from error
 
 
-def _read_rope(config: PretrainedConfig, source: str) -> tuple[torch.Tensor, float]:
+def read_rope(config: PretrainedConfig, source: str) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [head_dim / 2] and the factor of cos and sin, bit-equal to what transformers computes.
 
     transformers has gathered old and new spellings in `rope_parameters`; a nested rope_theta wins over a top-level one.

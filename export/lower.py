@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from specedge.bundle import Extent, Weight
@@ -232,5 +233,5 @@ def _remove_unused(graph: ir.Graph) -> None:
 
 
 def _external(name: str, extent: Extent, shape: tuple[int, ...], location: str) -> ir.ExternalTensor:
-    dtype = {"uint8": ir.DataType.UINT8, "float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT}[extent.dtype]
+    dtype = ir.DataType.from_numpy(np.dtype(extent.dtype))
     return ir.ExternalTensor(location, extent.offset, extent.bytes, dtype, shape=ir.Shape(shape), name=name)

@@ -15,6 +15,7 @@ from specedge.errors import SpecedgeError
 from specedge.export.decoder import Linear
 from specedge.export.head_files import HeadFiles, open_head
 from specedge.export.tensors import first_of
+from specedge.quant.pack import Quantized
 
 _PREFIXES = ("medusa_head.", "medusa_heads.")
 # One pattern per published naming; `layer` of an LM head is the place behind the head's blocks.
@@ -95,6 +96,10 @@ class MedusaCheckpoint:
 
     def stored_type(self, name: str) -> str:
         return self.files.tensors[self.names[name]].dtype
+
+    def grid(self, name: str) -> Quantized | None:
+        """Heads come as floats."""
+        return None
 
 
 def open_medusa(source: str, hidden: int, vocab_size: int) -> MedusaCheckpoint:

@@ -9,32 +9,36 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specedge.bundle import Graph, TensorSpec
 from specedge.devices.device import Form
-from specedge.export.decoder import IN_PLACE_SPARE, Decoder, padded_head_dim
+from specedge.export.decoder import IN_PLACE_SPARE, KV, Body, Decoder, feature_name, padded_head_dim
+from specedge.export.eagle import Eagle, EagleConfig
 from specedge.export.families import DecoderConfig
 from specedge.export.medusa import Medusa, MedusaConfig
 
 OPSET = 23  # the first with RMSNormalization
+_ROWS, _PAST = 5, 9  # sizes of examples where the graph leaves them open
 _TYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, hidden: bool) -> bytes:
+def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, taps: tuple[int, ...]) -> bytes:
     """Serialised step graph whose weights are still graph inputs, named as in the checkpoint.
 
     Traced on fake tensors, so a model of any size costs no memory; the cache serves a draft shaped like its target.
     """
     with FakeTensorMode(), _quiet():
-        model = Decoder(config, form, _TYPES[dtype], hidden).eval()
+        model = Decoder(config, form, _TYPES[dtype], taps).eval()
         inputs, symbols = _example(config, form, width, context, _TYPES[dtype])
         kv = [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
         past, new = "past_", "present_" if form == "in-place" else "new_"
@@ -50,7 +54,7 @@ def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, d
                 *(past + name for name in kv),
                 *lengths,
             ],
-            output_names=["logits", *["hidden"] * hidden, *(new + name for name in kv)],
+            output_names=["logits", *[feature_name(taps)] * (taps != ()), *(new + name for name in kv)],
             dynamic_shapes=symbols,
             opset_version=OPSET,
             dynamo=True,
@@ -77,6 +81,63 @@ def _trace_medusa(config: MedusaConfig, dtype: str) -> bytes:
     return _finish(program, model, tied=False)
 
 
+class _Reads(Eagle):
+    """Reads the target's features."""
+
+    def forward(self, input_ids: Tensor, features: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past: list[KV]) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, self.fuse(features), cos, sin, bias, past[0])
+
+
+class _Drafts(Eagle):
+    """Reads what it fed back."""
+
+    def forward(self, input_ids: Tensor, features: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past: list[KV]) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, features, cos, sin, bias, past[0])
+
+
+@functools.lru_cache(maxsize=16)
+def _trace_open(config: DecoderConfig | EagleConfig, drafts: bool, dtype: str) -> bytes:
+    """A step of symbolic width and past in the delta form, without LM head."""
+    layer = config.decoder if isinstance(config, EagleConfig) else config
+    with FakeTensorMode(), _quiet():
+        model: torch.nn.Module
+        if isinstance(config, EagleConfig):
+            model = (_Drafts if drafts else _Reads)(config, _TYPES[dtype]).eval()
+            size = layer.hidden if drafts else config.features
+            features = [torch.empty(1, _ROWS, size, dtype=_TYPES[dtype])]
+        else:
+            model, features = Body(config, _TYPES[dtype]).eval(), []
+        kv_shape = (1, layer.kv_heads, _PAST, layer.head_dim)
+        past = [tuple(torch.empty(kv_shape, dtype=_TYPES[dtype]) for _ in range(2)) for _ in range(layer.layers)]
+        rope = torch.empty(1, 1, _ROWS, layer.head_dim // 2, dtype=_TYPES[dtype])
+        bias = torch.empty(1, 1, _ROWS, _PAST + _ROWS, dtype=_TYPES[dtype])
+        vary = torch.export.Dim.AUTO
+        kv = [f"{kind}_{index}" for index in range(layer.layers) for kind in ("key", "value")]
+        program = torch.onnx.export(
+            model,
+            (torch.empty(1, _ROWS, dtype=torch.int32), *features, rope, rope.clone(), bias, past),
+            input_names=[
+                "input_ids",
+                *["features"] * len(features),
+                "rope_cos",
+                "rope_sin",
+                "attention_bias",
+                *(f"past_{name}" for name in kv),
+            ],
+            dynamic_shapes=(
+                *({1: vary} for _ in range(1 + len(features))),
+                *({2: vary} for _ in range(2)),
+                {2: vary, 3: vary},
+                [({2: vary}, {2: vary}) for _ in past],
+            ),
+            opset_version=OPSET,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+        )
+    return _finish(program, model, tied=False)
+
+
 def _finish(program: torch.onnx.ONNXProgram | None, model: torch.nn.Module, tied: bool) -> bytes:
     """The graph of a traced model, its weights turned into inputs."""
     assert program is not None
@@ -89,15 +150,30 @@ def _finish(program: torch.onnx.ONNXProgram | None, model: torch.nn.Module, tied
     return serialised
 
 
-def trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, hidden: bool = False) -> ir.Model:
+def trace(
+    config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, taps: tuple[int, ...] = ()
+) -> ir.Model:
     """The step graph of `width` (None: symbolic) as IR, its weights still inputs; a fresh copy each time."""
-    config = dataclasses.replace(config, inv_freq=(0.0,) * len(config.inv_freq), rope_scaling=1.0)  # the host's matter
-    return ir.from_proto(onnx.load(io.BytesIO(_trace(config, form, width, context, dtype, hidden))))
+    return ir.from_proto(onnx.load(io.BytesIO(_trace(_without_rope(config), form, width, context, dtype, taps))))
+
+
+def trace_open(config: DecoderConfig | EagleConfig, drafts: bool, dtype: str) -> ir.Model:
+    """A step of symbolic width and past without LM head, for `unroll` to compose graphs of."""
+    if isinstance(config, DecoderConfig):
+        config = _without_rope(config)
+    else:
+        config = dataclasses.replace(config, decoder=_without_rope(config.decoder))
+    return ir.from_proto(onnx.load(io.BytesIO(_trace_open(config, drafts, dtype))))
 
 
 def trace_medusa(config: MedusaConfig, dtype: str) -> ir.Model:
     """The graph of all heads, likewise."""
     return ir.from_proto(onnx.load(io.BytesIO(_trace_medusa(config, dtype))))
+
+
+def _without_rope(config: DecoderConfig) -> DecoderConfig:
+    """Rotary frequencies are the host's matter: models that differ in nothing else have the same graph."""
+    return dataclasses.replace(config, inv_freq=(0.0,) * len(config.inv_freq), rope_scaling=1.0)
 
 
 def write(model: ir.Model, path: Path) -> None:
@@ -124,7 +200,7 @@ def _example(
     config: DecoderConfig, form: Form, width: int | None, context: int, dtype: torch.dtype
 ) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """Example inputs of one step and, for a symbolic width, which of their dimensions vary."""
-    rows = width or 5
+    rows = width or _ROWS
     slots = rows + (context if form == "delta" else 3)
     half = config.head_dim // 2
     slots_kept = context + (IN_PLACE_SPARE if form == "in-place" else 0)

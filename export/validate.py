@@ -15,7 +15,8 @@ from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.families import tensor_names
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, Logits, Quality, Report, mean_kl, measure_quality
-from specedge.export.validate_heads import check_medusa
+from specedge.export.validate_eagle import check_eagle
+from specedge.export.validate_heads import check_medusa, check_unrolled
 from specedge.export.weights import read_float32
 from specedge.progress import Progress, silent
 from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, Agreement, compare_greedy, tree_rows, walk, width_agreement
@@ -57,7 +58,7 @@ def validate(
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = []
     text = _text(engine)
-    if draft_reference and not ("draft" in bundle.manifest.roles or bundle.manifest.heads):
+    if draft_reference and bundle.manifest.drafters == ("lookup",):
         raise SpecedgeError(f"{bundle.path}: holds no draft and no heads to compare; leave out --draft-reference")
     if draft_reference and "draft" in bundle.manifest.roles:
         draft = Model(bundle, "draft", get_device(draft_device or engine.device.name)).sequence()
@@ -65,10 +66,14 @@ def validate(
         checks += draft_checks
     elif not draft_reference and len(bundle.manifest.drafters) > 1:
         notes.append("the drafter's logits were not compared: --draft-reference names its checkpoint")
-    target_checks, quality, model = _check_role(bundle, "target", engine.target, open_checkpoint(reference), text, progress)
+    source = open_checkpoint(reference)
+    target_checks, quality, model = _check_role(bundle, "target", engine.target, source, text, progress)
     checks += target_checks
+    checks += check_unrolled(engine, text)
     if draft_reference and "medusa" in bundle.manifest.heads:
         checks.append(check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text))
+    if draft_reference and "eagle" in bundle.manifest.roles:
+        checks += check_eagle(engine, draft_reference, source, model, text)
     quantised = bundle.role("target").quantised
     widths = width_agreement(engine, text[: 4 * max(bundle.manifest.widths) + 3])
     limit = _QUANTISED_WIDTH_LIMIT if quantised else LOGITS_LIMIT[engine.target.role.kv.dtype]

@@ -1,4 +1,4 @@
-"""Does a bundle's head still compute what its checkpoint says?"""
+"""Do a bundle's draft heads still compute what their checkpoint says, and its one-call graphs what single steps do?"""
 
 import numpy as np
 import torch
@@ -11,8 +11,11 @@ from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mea
 from specedge.export.weights import read_float32
 from specedge.runtime.generate import Engine
 from specedge.runtime.heads import MedusaHeads
+from specedge.runtime.unrolled_agreement import unrolled_agreement
 
 _ROWS = 32
+_Q_LIMIT, _QUANTISED_Q_LIMIT = 1e-4, 0.05
+_TEXTS = (2, 7, 16, 31)  # lengths after which one call is compared with single steps
 
 
 def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: list[int]) -> Check:
@@ -42,6 +45,21 @@ def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: 
     if quantised:
         return Check("head_kl_to_stored_weights", "medusa", mean_kl(other, one), ACTIVATION_KL_LIMIT)
     return Check("head_logits_max_abs", "medusa", float(np.abs(one - other).max()), LOGITS_LIMIT[engine.target.role.kv.dtype])
+
+
+def check_unrolled(engine: Engine, text: list[int]) -> list[Check]:
+    """What one call drafts against single steps, with the same noise: the tokens, unless the graphs are quantised, and q."""
+    checks = []
+    name = engine.drafter_name
+    quantised = engine.bundle.role(name).quantised
+    texts = [text[:length] for length in _TEXTS if length + 1 < engine.context]
+    for shape in engine.expansions:
+        found = unrolled_agreement(engine, texts, shape)
+        graph = f"{name} chain {shape.depth}" if shape.is_chain else f"{name} tree"
+        if not quantised:  # a last bit may turn a choice there, which the target judges all the same
+            checks.append(Check("unrolled_ids_differ", graph, float(found.different), 0.0))
+        checks.append(Check("unrolled_q_max_abs", graph, found.q_max_abs, _QUANTISED_Q_LIMIT if quantised else _Q_LIMIT))
+    return checks
 
 
 def _reference(bundle: Bundle, checkpoint: MedusaCheckpoint, target: PreTrainedModel, stored: bool) -> Medusa:

@@ -61,9 +61,10 @@ class Quantized:
         """Whether the codes stand for exactly these weights [N, K]."""
         step = max(1, _COMPARED // max(1, self.shape[1]))
         parts = (slice(start, start + step) for start in range(0, self.shape[0], step))
-        return all(np.array_equal(self._rows(part).dequantize(), weight[part]) for part in parts)
+        return all(np.array_equal(self.rows(part).dequantize(), weight[part]) for part in parts)
 
-    def _rows(self, part: slice) -> "Quantized":
+    def rows(self, part: slice | npt.NDArray[np.integer]) -> "Quantized":
+        """These rows of the matrix."""
         codes, scales = self.codes[part], self.scales[part]
         zero_points = None if self.zero_points is None else self.zero_points[part]
         minima = None if self.minima is None else self.minima[part]

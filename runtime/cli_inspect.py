@@ -56,7 +56,7 @@ def show_bundle(output: Output, bundle: Bundle) -> None:
     if manifest.tree:
         print_(f"  draft tree of {len(manifest.tree)} nodes, {max(map(len, manifest.tree))} deep")
     for record in manifest.roles.values():
-        for graph in record.graphs:
+        for graph in record.all_graphs:
             width = "any width" if graph.width is None else f"width {graph.width}"
             print_(f"  {graph.file}: {width}, {sum(graph.ops.values())} nodes")
     for head in manifest.heads.values():

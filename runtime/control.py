@@ -67,16 +67,17 @@ class Adaptive:
     """The chain of the largest expected speed, E(gamma) / (d gamma + v(gamma + 1)) (docs/contract.md), plain decoding included.
 
     A function of this request's own acceptance and the costs given, nothing else: with a drawn drafter the choice may not
-    depend on a clock (docs/contract.md). `verify_cost` maps a width to its time over width 1; `draft_cost` is the time of one
-    drafted token in the same unit. A drafter of no cost is asked every round, and its proposals are compared with the text
+    depend on a clock (docs/contract.md). `verify_cost` maps a width to its time over width 1, `draft_cost` a chain's length
+    to the time of drafting it in the same unit. A drafter of no cost is asked every round, and its proposals are compared with the text
     even when they are not verified, so its estimates never age. A costly one is probed now and then.
 
     Acceptance is estimated by the length of the match behind a token: a draft at depth j of a lookup that matched n tokens
     rests on n + j of them.
     """
 
-    def __init__(self, verify_cost: Callable[[int], float], draft_cost: float, widest: int) -> None:
+    def __init__(self, verify_cost: Callable[[int], float], draft_cost: Callable[[int], float], widest: int) -> None:
         self._verify_cost, self._draft_cost, self._widest = verify_cost, draft_cost, widest
+        self._free = draft_cost(1) == 0.0
         self._acceptance = [_Acceptance(rate) for rate in _RATE_BEFORE]
         self._plain_rounds, self._patience = 0, _PROBE_AFTER
 
@@ -84,7 +85,7 @@ class Adaptive:
         return TreeShape.chain(self._gamma(max(min(depth, nodes, self._widest - 1), 0)))
 
     def _gamma(self, most: int) -> int:
-        if self._draft_cost == 0.0:
+        if self._free:
             return most
         gamma = self._best(0, most)
         if gamma > 0:
@@ -97,7 +98,7 @@ class Adaptive:
         return min(_PROBE, most)
 
     def take(self, evidence: int, drafted: int) -> int:
-        return self._best(evidence, drafted) if self._draft_cost == 0.0 else drafted
+        return self._best(evidence, drafted) if self._free else drafted
 
     def observe(self, evidence: int, agreed: int, compared: int) -> None:
         if agreed:  # not in vain
@@ -112,7 +113,7 @@ class Adaptive:
         for gamma in range(1, most + 1):
             reached *= self._estimate(evidence, gamma - 1).rate
             expected += reached
-            speed = expected / (self._draft_cost * gamma + self._verify_cost(gamma + 1))
+            speed = expected / (self._draft_cost(gamma) + self._verify_cost(gamma + 1))
             if speed > best_speed:
                 best, best_speed = gamma, speed
         return best

@@ -32,10 +32,8 @@ class Round:
 def prefill(target: Sequence, drafter: Drafter, prompt: Tokens[int]) -> None:
     """Take in all of a prompt but its last token, the first root."""
     target.truncate(0)
-    target.prefill(prompt[:-1])
     drafter.begin(prompt)
-    if len(prompt) > 1:
-        drafter.learn(target, -1)
+    target.prefill(prompt[:-1], lambda rows: drafter.learn(target, rows))
 
 
 def decode(
@@ -67,7 +65,7 @@ def decode(
         tokens = path[: next((index + 1 for index, token in enumerate(path) if token in stop_ids), len(path))]
         rows = [0, *(node + 1 for node in accepted.nodes)][: len(tokens)]  # each gave the token that follows it
         target.commit(rows)
-        drafter.learn(target, rows[-1])
+        drafter.learn(target, rows)
         scores = (
             [log_probability(logits[row], token) for row, token in zip(rows, tokens, strict=True)] if log_probability else ()
         )

@@ -14,7 +14,9 @@ from specedge.runtime.session import Binding, Session
 class _Step:
     """Buffers and binding of one static width."""
 
-    def __init__(self, width: int, binding: Binding, role: Role, cache: KVCache, half: int, hidden: int | None) -> None:
+    def __init__(
+        self, width: int, binding: Binding, role: Role, cache: KVCache, half: int, extra: tuple[str, int] | None
+    ) -> None:
         dtype, slots = role.kv.dtype, role.context + width
         self.binding = binding
         self.ids = np.zeros((1, width), np.int32)
@@ -30,9 +32,9 @@ class _Step:
         for name, array in inputs.items():
             binding.input(name, array)
         binding.output("logits", self.logits)
-        self.hidden = np.zeros((1, width, hidden or 0), dtype)
-        if hidden:
-            binding.output("hidden", self.hidden)
+        self.hidden = np.zeros((1, width, extra[1] if extra else 0), dtype)
+        if extra:
+            binding.output(extra[0], self.hidden)
 
 
 class DeltaSequence(Sequence):
@@ -42,9 +44,7 @@ class DeltaSequence(Sequence):
         super().__init__(role, tables)
         half = self._tables.shape[2]
         widths = sorted(width for width in sessions if width is not None)
-        self._steps = {
-            width: _Step(width, sessions[width].bind(), role, self._cache, half, self._hidden_size) for width in widths
-        }
+        self._steps = {width: _Step(width, sessions[width].bind(), role, self.cache, half, self._extra) for width in widths}
         self._last = self._steps[widths[0]]
 
     def _run(self, ids: Tokens[int], positions: Positions, mask: Array, wanted: npt.NDArray[np.intp]) -> Logits:
@@ -67,4 +67,4 @@ class DeltaSequence(Sequence):
         return rows
 
     def commit(self, rows: Tokens[int]) -> None:
-        self._cache.append(self._last.columns, rows)
+        self.cache.append(self._last.columns, rows)

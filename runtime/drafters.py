@@ -1,4 +1,4 @@
-"""What proposes tokens: the Drafter protocol and its kinds, prompt lookup, a draft model and nothing at all."""
+"""What proposes tokens: the Drafter protocol, prompt lookup, a draft model, nothing at all; draft heads stand beside it."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
@@ -8,13 +8,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.runtime.heads import MedusaHeads
 from specedge.runtime.law import Law
-from specedge.runtime.rules import Choose
+from specedge.runtime.rules import Choose, Rule
 from specedge.runtime.sample import Logits
 from specedge.runtime.sequence import Sequence
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.tree import ROOT, Proposal, TokenTree
+from specedge.runtime.unrolled import Expansion, Unrolling
 
 MAX_NODES = 1 << 30  # no limit of a drafter's own
 NOTHING = Proposal(TokenTree.chain([]))  # made once: between two steps every line of Python runs from cold caches
@@ -29,8 +29,11 @@ class Drafter(Protocol):
     def room(self, length: int) -> int:
         """How many tokens can be drafted after a text of `length`."""
 
-    def learn(self, target: Sequence, row: int) -> None:
-        """The target predicted the root in this row of its last step, which was committed: its hidden states can be read."""
+    def learn(self, target: Sequence, rows: Tokens[int]) -> None:
+        """The target committed these rows of its last step: what draft heads read can be read (`Sequence.hidden`).
+
+        Said of every token of the text but the root, in order; the last row is the one that predicted the root.
+        """
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         """Tokens to follow `history`: a tree of this shape, or a part of it; a drafter of chains takes its depth."""
@@ -45,7 +48,7 @@ class NoDrafter:
     def room(self, length: int) -> int:
         return 0
 
-    def learn(self, target: Sequence, row: int) -> None:
+    def learn(self, target: Sequence, rows: Tokens[int]) -> None:
         return
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
@@ -72,7 +75,7 @@ class LookupDrafter:
     def room(self, length: int) -> int:
         return len(self._ids) - length
 
-    def learn(self, target: Sequence, row: int) -> None:
+    def learn(self, target: Sequence, rows: Tokens[int]) -> None:
         return
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
@@ -121,6 +124,16 @@ class Draft:
         self.paths.append((*self.path(parent), token))
         return len(self.tokens) - 1
 
+    def visible(self, nodes: Tokens[int], fed: Tokens[int]) -> NDArray[np.bool_]:
+        """[nodes, fed]: a node sees its ancestors, which all are `fed`, and itself."""
+        column = {node: index for index, node in enumerate(fed)}
+        sees = np.zeros((len(nodes), len(fed)), np.bool_)
+        for row, node in enumerate(nodes):
+            while node != ROOT:
+                sees[row, column[node]] = True
+                node = self.parents[node]
+        return sees
+
 
 def draft_tree(
     history: Tokens[int],
@@ -153,47 +166,16 @@ def draft_tree(
     return Proposal(tree, drawn.__getitem__ if drawn else None)
 
 
-class MedusaDrafter:
-    """Medusa heads: every token of a proposal from one hidden state of the target, in one call (`heads.MedusaHeads`).
-
-    What a head drafts does not depend on the tokens drafted before it, so all nodes of a level have the same logits.
-    """
-
-    def __init__(self, heads: MedusaHeads, choose: Choose) -> None:
-        self._heads, self._choose = heads, choose
-        self._hidden: NDArray[np.float32] | None = None
-
-    def begin(self, prompt: Tokens[int]) -> None:
-        self._hidden = None  # a prompt of one token has none before the first round
-
-    def room(self, length: int) -> int:
-        return MAX_NODES
-
-    def learn(self, target: Sequence, row: int) -> None:
-        self._hidden = target.hidden(row)
-
-    def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
-        shape = shape.within(self._heads.head.depth, len(shape.parents))
-        if self._hidden is None or not shape.parents:
-            return NOTHING
-        levels = self._heads.logits(self._hidden)
-
-        def grow(draft: Draft, nodes: Tokens[int]) -> list[Logits]:
-            return [levels[len(draft.paths[node])] for node in nodes]
-
-        return draft_tree(history, shape, self._choose, levels[0], grow)
-
-
 class DraftModel:
-    """A smaller model of the same vocabulary, level by level down the tree; `choose` is the rule's.
+    """A smaller model of the same vocabulary: in one call where a graph drafts the shape, else level by level down the tree.
 
     Its cache holds the text up to the last proposal's root and then the nodes of that proposal that had children. The next
     proposal keeps the columns of the path that was emitted and feeds whatever else is new, so rejected and unseen tokens
     need no bookkeeping.
     """
 
-    def __init__(self, sequence: Sequence, choose: Choose) -> None:
-        self._sequence, self._choose = sequence, choose
+    def __init__(self, sequence: Sequence, rule: Rule, unrolling: Unrolling | None = None) -> None:
+        self._sequence, self._rule, self._unrolling = sequence, rule, unrolling
         self._tree = TokenTree.chain([])
         self._fed: list[int] = []  # nodes of the tree in the cache, in the order of their columns
         self._settled = 0  # columns before these: so much of the text
@@ -208,15 +190,38 @@ class DraftModel:
     def room(self, length: int) -> int:
         return max(self._sequence.role.context - length + 1, 0)
 
-    def learn(self, target: Sequence, row: int) -> None:
+    def learn(self, target: Sequence, rows: Tokens[int]) -> None:
         return
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         if not shape.parents:
             return NOTHING
         self._rewind(history)
-        proposal = draft_tree(history, shape, self._choose, self._take_in(history), self._grow)
+        expansion = self._unrolling.covering(shape) if self._unrolling and self._rule.in_graph else None
+        if expansion:
+            return self._in_one_call(expansion, history, shape)
+        proposal = draft_tree(history, shape, self._rule.choose, self._take_in(history), self._grow)
         self._tree = proposal.tree
+        return proposal
+
+    def _in_one_call(self, expansion: Expansion, history: Tokens[int], shape: TreeShape) -> Proposal:
+        sequence, in_graph = self._sequence, self._rule.in_graph
+        assert in_graph is not None
+        unread = history[sequence.length :]
+        if len(unread) > (most := expansion.width or sequence.role.chunk):
+            sequence.prefill(unread[:-most])
+            unread = unread[-most:]
+        ids = np.arange(sequence.role.vocab_size)
+        noise = in_graph.noise(history, expansion.depths, ids, sequence.role.mask_value)
+        drafted = expansion.draft(unread, noise, {})
+        proposal = expansion.propose(drafted, shape, history, in_graph, lambda logits: logits)
+        self._tree, self._settled = proposal.tree, len(history)
+        whole = len(proposal.tree.tokens) == len(shape.parents)
+        room = sequence.role.context - len(history)
+        fed = [node for node in expansion.fed if node < len(shape.parents)][:room] if whole else []  # else feed them again
+        rows = [*range(len(unread)), *(drafted.width + expansion.fed.index(node) for node in fed)]
+        sequence.cache.append(drafted.columns, rows)
+        self._fed = fed
         return proposal
 
     def _rewind(self, history: Tokens[int]) -> None:
@@ -241,16 +246,6 @@ class DraftModel:
             piece = nodes[start : start + widest]
             self._fed.extend(piece)
             positions = [self._settled - 1 + len(draft.paths[node]) for node in piece]
-            logits = self._sequence.grow([draft.tokens[node] for node in piece], positions, self._sees(draft, piece))
+            logits = self._sequence.grow([draft.tokens[node] for node in piece], positions, draft.visible(piece, self._fed))
             rows.extend(logits if len(nodes) <= widest else logits.copy())  # a view until the next step
         return rows
-
-    def _sees(self, draft: Draft, piece: Tokens[int]) -> NDArray[np.bool_]:
-        """[T, columns]: a node sees its ancestors, which all are fed, and itself."""
-        column = {node: index for index, node in enumerate(self._fed)}
-        sees = np.zeros((len(piece), len(column)), np.bool_)
-        for row, node in enumerate(piece):
-            while node != ROOT:
-                sees[row, column[node]] = True
-                node = draft.parents[node]
-        return sees

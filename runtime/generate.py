@@ -7,13 +7,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specedge.bundle import Bundle, open_bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime.control import Adaptive, Control, Fixed
-from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, MedusaDrafter, NoDrafter
+from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDrafter
+from specedge.runtime.eagle import EagleHead
+from specedge.runtime.head_drafters import EagleDrafter, MedusaDrafter
 from specedge.runtime.heads import MedusaHeads
+from specedge.runtime.law import Ids
 from specedge.runtime.model import Model
 from specedge.runtime.request import Options, Request, Stream
 from specedge.runtime.results import Result
@@ -21,8 +26,9 @@ from specedge.runtime.rules import Rule
 from specedge.runtime.sample import Sampling
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.text import Prompt, Tokenizer
+from specedge.runtime.unrolled import Expansion
 
-_DRAFTERS = ("draft", "medusa", "lookup")
+_DRAFTERS = ("draft", "medusa", "eagle", "lookup")
 
 
 class Engine:
@@ -49,16 +55,19 @@ class Engine:
         models = [Model(bundle, "target", device, threads, prepare)]
         if self._drafts("draft"):
             models.append(Model(bundle, "draft", draft_device, threads, prepare))
+        self.eagle = EagleHead(bundle, draft_device, threads) if self._drafts("eagle") else None
         self._heads = MedusaHeads(bundle, manifest.heads["medusa"], draft_device, threads) if self._drafts("medusa") else None
         self.weight_files = sorted(set().union(*(model.weight_files for model in models)))
         self.target = models[0].sequence()
         self._draft = models[1].sequence() if models[1:] else None
+        self._unrolling = models[1].unrolling(self._draft) if self._draft else None
         self._busy = threading.Lock()
 
     @property
     def graph_seconds(self) -> float:
         """Time spent inside the graphs of target and drafter so far."""
-        return self.target.graph_seconds + sum(drafter.graph_seconds for drafter in (self._draft, self._heads) if drafter)
+        drafting = sum(drafter.graph_seconds for drafter in (self._draft, self._heads, self.eagle) if drafter)
+        return self.target.graph_seconds + drafting + (self._unrolling.seconds if self._unrolling else 0.0)
 
     def _drafts(self, name: str) -> bool:
         return self.drafter_name == name
@@ -120,6 +129,24 @@ class Engine:
         paths = self.bundle.manifest.tree
         return TreeShape.from_paths(paths) if paths and self._branches else None
 
+    def expansion(self, shape: TreeShape) -> Expansion | None:
+        """The graph that drafts `shape` in one call, if there is one."""
+        unrolling = self.eagle.unrolling if self.eagle else self._unrolling
+        return unrolling.covering(shape) if unrolling else None
+
+    @property
+    def expansions(self) -> tuple[TreeShape, ...]:
+        """The chains and trees that are drafted in one call."""
+        unrolling = self.eagle.unrolling if self.eagle else self._unrolling
+        return unrolling.shapes if unrolling else ()
+
+    @property
+    def draft_ids(self) -> Ids:
+        """[Vd] which ids of the target a draft model's or head's own are."""
+        if self.eagle:
+            return self.eagle.ids
+        return np.arange(self._draft.role.vocab_size if self._draft else 0)
+
     @property
     def _branches(self) -> bool:
         """Whether the drafter can draft more than a chain."""
@@ -167,9 +194,11 @@ class Engine:
         if not speculate:
             return NoDrafter()
         if self._draft is not None:
-            return DraftModel(self._draft, rule.choose)
+            return DraftModel(self._draft, rule, self._unrolling)
         if self._heads is not None:
-            return MedusaDrafter(self._heads, rule.choose)
+            return MedusaDrafter(self._heads, rule)
+        if self.eagle is not None:
+            return EagleDrafter(self.eagle, rule)
         return LookupDrafter(self.context)
 
     def new_control(self, rule: Rule, gamma: int | None = None, tree: TreeShape | None = None) -> Control:
@@ -186,13 +215,14 @@ class Engine:
             return Fixed(TreeShape.chain(gamma))
         if tree is not None and not self._branches and not tree.is_chain:
             raise UsageError(
-                f"tree: drafter {self.drafter_name!r} drafts chains only; leave it out or convert with --draft or --medusa"
+                f"tree: drafter {self.drafter_name!r} drafts chains only; leave it out or convert with --draft, --medusa or "
+                "--eagle"
             )
         stored = self.default_tree
         if tree is None and stored is not None and (stored.is_chain or not rule.chain):
             tree = stored
         if tree is None:
-            return Adaptive(self._step_cost, self._draft_cost(), min(max(self.bundle.manifest.widths), deepest + 1))
+            return Adaptive(self._step_cost, self._draft_cost, min(max(self.bundle.manifest.widths), deepest + 1))
         if rule.chain and not tree.is_chain:
             raise UsageError(f"rule {rule.name!r}: judges chains only, [[0], [0, 0], ...]; use recursive for this tree")
         allowed = self.bundle.manifest.allowed_ids
@@ -211,11 +241,17 @@ class Engine:
         widths = [graph.width for graph in self.target.role.graphs if graph.width is not None and graph.width >= width]
         return self.device.cost(min(widths, default=width))
 
-    def _draft_cost(self) -> float:
-        """Time of one drafted token over a step of width 1, as far as the bytes tell that both read."""
+    def _draft_cost(self, gamma: int) -> float:
+        """Time of drafting a chain over a step of width 1, as far as the bytes tell that both read."""
+        target = self.target.role.stored_bytes
         if self._heads is not None:
-            return self._heads.head.stored_bytes / self._heads.head.depth / self.target.role.stored_bytes
-        return self._draft.role.stored_bytes / self.target.role.stored_bytes if self._draft else 0.0
+            return self._heads.head.stored_bytes / target
+        if self.eagle is None and self._draft is None:
+            return 0.0
+        expansion = self.expansion(TreeShape.chain(gamma))
+        steps = expansion.shape.depth if expansion else gamma  # a longer chain is drafted whole
+        step_bytes = self.eagle.step_bytes if self.eagle else self._draft.role.stored_bytes if self._draft else 0
+        return steps * step_bytes / target
 
     def acquire(self) -> None:
         if not self._busy.acquire(blocking=False):

@@ -19,14 +19,14 @@ class InPlaceSequence(Sequence):
         super().__init__(role, tables)
         self._binding = sessions[None].bind()
         dtype = role.kv.dtype
-        for name, buffer in self._cache.buffers():
+        for name, buffer in self.cache.buffers():
             self._binding.input(f"past_{name}", buffer)
             self._binding.output(f"present_{name}", buffer)
         self._ids = np.zeros(self.widest, np.int32)
         self._rope = np.zeros((2, self.widest * self._tables.shape[2]), dtype)
         self._bias = unwritten((self.widest * role.context,), dtype)
         self._logits = unwritten((self.widest * role.vocab_size,), dtype)
-        self._hidden = np.zeros((self.widest, self._hidden_size or 0), dtype)
+        self._hidden = np.zeros((self.widest, self._extra[1] if self._extra else 0), dtype)
         self._lengths = np.zeros((2, 1), np.int32)
         self._wanted = np.zeros(self.widest, np.int64)
         self._binding.input("seqlens_k", self._lengths[0])
@@ -70,8 +70,8 @@ class InPlaceSequence(Sequence):
         self._binding.input("rope_sin", sin)
         self._binding.input("logits_rows", self._wanted[:wanted])
         self._binding.output("logits", logits)
-        if self._hidden_size:
-            self._binding.output("hidden", self._hidden[None, :rows])
+        if self._extra:
+            self._binding.output(self._extra[0], self._hidden[None, :rows])
         self._logit_rows = logits[0]
         self._bound = rows, wanted
 
@@ -79,4 +79,4 @@ class InPlaceSequence(Sequence):
         return self._hidden
 
     def commit(self, rows: Tokens[int]) -> None:
-        self._cache.keep([int(self._places[row]) for row in rows])
+        self.cache.keep([int(self._places[row]) for row in rows])

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from specedge.bundle import Bundle, Weight
+from specedge.bundle import VOCABULARY, Bundle, Weight
 
 
 def inspect(bundle: Bundle) -> dict[str, object]:
@@ -12,7 +12,7 @@ def inspect(bundle: Bundle) -> dict[str, object]:
     graphs = [
         {"role": role, "width": graph.width, "file": graph.file, "ops": graph.ops}
         for role, record in manifest.roles.items()
-        for graph in record.graphs
+        for graph in record.all_graphs
     ]
     graphs += [
         {"role": name, "width": head.graph.width, "file": head.graph.file, "ops": head.graph.ops}
@@ -67,6 +67,7 @@ def _weights(bundle: Bundle) -> dict[str, tuple[Weight, ...]]:
 
 def _part(name: str) -> str:
     parts = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp", "heads": "blocks"}
+    parts |= {"fc": "fusion", VOCABULARY: "vocabulary"}
     return next((part for module, part in parts.items() if module in name.split(".")), "norms")
 
 

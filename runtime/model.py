@@ -4,14 +4,16 @@ from pathlib import Path
 
 import numpy as np
 
-from specedge.bundle import Bundle, Role
+from specedge.bundle import Bundle, Graph, Role
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime import prepared
 from specedge.runtime.delta import DeltaSequence
 from specedge.runtime.in_place import InPlaceSequence
-from specedge.runtime.sequence import Array, Sequence
+from specedge.runtime.rope import rope_tables
+from specedge.runtime.sequence import Sequence
 from specedge.runtime.session import Session
+from specedge.runtime.unrolled import Unrolling
 
 
 class Model:
@@ -30,6 +32,7 @@ class Model:
         prepare: bool | None = None,
     ) -> None:
         self.role = bundle.role(role_name)
+        self._bundle, self._device, self._threads = bundle, device, threads
         if self.role.form != device.form:
             raise SpecedgeError(
                 f"device {device.name!r}: runs the {device.form} form, {bundle.path} holds {role_name} in the "
@@ -54,6 +57,14 @@ class Model:
     def sequence(self) -> Sequence:
         """A fresh, empty sequence with buffers of its own."""
         return self._sequence(self.sessions)
+
+    def unrolling(self, sequence: Sequence) -> Unrolling:
+        """What can be drafted in one call behind the text of `sequence`."""
+
+        def session(graph: Graph) -> Session:
+            return Session(self._bundle.file(graph.file), graph, self._device, self._threads)
+
+        return Unrolling(self.role, sequence.cache, self.tables, session)
 
     def _sequence(self, sessions: dict[int | None, Session]) -> Sequence:
         kind = InPlaceSequence if self.role.form == "in-place" else DeltaSequence
@@ -82,11 +93,3 @@ def _check(role: Role, where: str) -> None:
         for name, size in (("logits", role.vocab_size), ("rope_cos", len(role.rope.inv_freq))):
             if name not in specs or specs[name].shape[-1] != size:
                 raise SpecedgeError(f"{where}: {name} of {graph.file}: expected last dimension {size}; convert again")
-
-
-def rope_tables(role: Role) -> Array:
-    """cos and sin [2, C, D / 2] of every position, computed in float32 as transformers does."""
-    positions = np.arange(role.context, dtype=np.float32)[:, None]
-    angles = positions * np.asarray(role.rope.inv_freq, np.float32)
-    tables: Array = (np.stack((np.cos(angles), np.sin(angles))) * np.float32(role.rope.scaling)).astype(role.kv.dtype)
-    return tables

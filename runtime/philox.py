@@ -13,6 +13,7 @@ Word = TypeVar("Word", int, NDArray[np.uint64])
 WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_DRAFTS = 4  # purpose of `draft_uniforms`
 
 
 class Purpose(IntEnum):
@@ -53,6 +54,20 @@ def uniforms(seed: int, position: int, purpose: Purpose, indices: NDArray[np.int
     at, why, none = (np.full(len(indices), word, np.uint64) for word in (position, purpose, 0))
     low, high, *_ = _rounds((at, why, indices.astype(np.uint64), none), (seed & WORD, seed >> 32))
     return ((high << np.uint64(32) | low) >> np.uint64(11)) / np.float64(2**53)
+
+
+def draft_uniforms(seed: int, root: int, parent: int, count: int) -> NDArray[np.float32]:
+    """`count` numbers in (0, 1] for drafting in a graph, one per id of the drafter: Philox4x64-10, four times as fast.
+
+    Key = (seed, 4); block b = 0, 1, ... has the counter (b + 1, root, parent, 0), where `root` is the absolute position of the
+    round's root and `parent` numbers the root (0) and the nodes with children (1, 2, ...). A block's four 64-bit words make
+    eight numbers, low halves first: (word + 1/2) / 2^32.
+    """
+    stream = np.random.Philox(key=np.array([seed, _DRAFTS], np.uint64), counter=np.array([0, root, parent, 0], np.uint64))
+    words: NDArray[np.uint64] = stream.random_raw(-(-count // 2))
+    halves = words.astype("<u8", copy=False).view("<u4")[:count]
+    numbers: NDArray[np.float32] = (halves.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)

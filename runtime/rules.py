@@ -10,8 +10,9 @@ import numpy as np
 from specedge.errors import UsageError
 from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
+from specedge.runtime.in_graph import Gumbels, InGraph, Noise, gumbel
 from specedge.runtime.law import Floats, Ids, Law
-from specedge.runtime.philox import Numbers, Purpose, uniforms
+from specedge.runtime.philox import Numbers, Purpose, draft_uniforms, uniforms
 from specedge.runtime.sample import Logits, likeliest
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.tree import Laws, Proposal
@@ -43,11 +44,14 @@ Judge = Callable[[Proposal, Rows, Tokens[int]], Accepted]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one request drafts and judges."""
+    """How one request drafts and judges; `in_graph` is how a graph that drafts in one call makes the choice, None where only
+    the host can.
+    """
 
     name: str
     choose: Choose
     judge: Judge
+    in_graph: InGraph | None
 
     @property
     def chain(self) -> bool:
@@ -57,6 +61,9 @@ class Rule:
 
 CHAIN_RULES = ("token", "block")
 """Those that judge chains only."""
+
+# Temperatures at which float32 adds noise and logits with enough places left: beyond, the host draws.
+_COLDEST, _HOTTEST = 0.05, 100.0
 
 RULES = (*CHAIN_RULES, "recursive", "point-mass", "coupled", "lossy-typical")
 """Names a request may ask for; greedy requests need none."""
@@ -73,22 +80,36 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
     """
     if name is not None and name not in RULES:
         raise UsageError(f"rule {name!r}: expected one of {', '.join(RULES)}")
+    by_score = InGraph(sampler) if not sampler.sampling.penalises else None  # a penalty would have to see the drafts
     if sampler.sampling.greedy:
-        return Rule("greedy", _best(sampler), _greedy(sampler))
+        return Rule("greedy", _best(sampler), _greedy(sampler), by_score)
     drawn, best = _drawn(sampler), _best(sampler)
+    by_chance = by_score if by_score and _COLDEST <= sampler.sampling.temperature <= _HOTTEST else None
+    drawn_in_graph = by_chance and InGraph(sampler, _draft_gumbels(sampler), draws=True)
     match name:
         case "token":
-            return Rule(name, drawn, _by_q(sampler, accept.accept_token))
+            return Rule(name, drawn, _by_q(sampler, accept.accept_token), drawn_in_graph)
         case "block":
-            return Rule(name, drawn, _by_q(sampler, accept.accept_block))
+            return Rule(name, drawn, _by_q(sampler, accept.accept_block), drawn_in_graph)
         case "point-mass":
-            return Rule(name, best, _by_p(sampler, accept.accept_point_mass))
+            return Rule(name, best, _by_p(sampler, accept.accept_point_mass), by_score)
         case "lossy-typical":
-            return Rule(name, best, _by_p(sampler, accept.accept_typical))
+            return Rule(name, best, _by_p(sampler, accept.accept_typical), by_score)
         case "coupled":
             noise = _Noise(sampler)
-            return Rule(name, _coupled(sampler, noise), _by_p(sampler, accept.accept_coupled, noise))
-    return Rule("recursive", drawn, _by_q(sampler, accept.accept_recursive))
+            coupled_in_graph = by_chance and InGraph(sampler, _shared_gumbels(sampler, noise))
+            return Rule(name, _coupled(sampler, noise), _by_p(sampler, accept.accept_coupled, noise), coupled_in_graph)
+    return Rule("recursive", drawn, _by_q(sampler, accept.accept_recursive), drawn_in_graph)
+
+
+def _draft_gumbels(sampler: Sampler) -> Gumbels:
+    """Noise of its own for every parent."""
+
+    def gumbels(root: int, depths: Tokens[int], ids: Ids) -> Noise:
+        rows = [draft_uniforms(sampler.sampling.seed, root, parent, len(ids)) for parent in range(len(depths))]
+        return gumbel(np.stack(rows))
+
+    return gumbels
 
 
 def _best(sampler: Sampler) -> Choose:
@@ -133,9 +154,8 @@ class _Noise:
         self._everything = np.arange(sampler.allowed)
         self._known: dict[int, Floats] = {}
 
-    def numbers(self, history: Tokens[int]) -> Numbers:
-        """Those of the round after `history`; what it can no longer ask for is forgotten."""
-        root = len(history) - 1
+    def numbers(self, root: int) -> Numbers:
+        """Those of the round of this root; what it can no longer ask for is forgotten."""
         self._known = {position: numbers for position, numbers in self._known.items() if position > root}
         return Numbers(self._seed, root, uniforms=self._uniforms)
 
@@ -147,12 +167,26 @@ class _Noise:
         return self._known[position][ids]
 
 
+def _shared_gumbels(sampler: Sampler, noise: _Noise) -> Gumbels:
+    """The noise of the race that the target will hold too: arriving first is having the largest log q + Gumbel noise."""
+
+    def gumbels(root: int, depths: Tokens[int], ids: Ids) -> Noise:
+        numbers = noise.numbers(root)
+        known = ids[: int(ids.searchsorted(sampler.allowed))]  # the rest is padding
+        rows = np.zeros((len(depths), len(ids)), np.float32)
+        for row, depth in zip(rows, depths, strict=True):
+            row[: len(known)] = gumbel(numbers.noise(depth, known))
+        return rows
+
+    return gumbels
+
+
 def _coupled(sampler: Sampler, noise: _Noise) -> Choose:
     """The first to arrive in the race that the target will hold too."""
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
         law = sampler.law(logits, history, path, _position("draft logits", history, path))
-        return Children(accept.race(law, noise.numbers(history).noise(len(path), law.ids), len(ranks)))
+        return Children(accept.race(law, noise.numbers(len(history) - 1).noise(len(path), law.ids), len(ranks)))
 
     return choose
 
@@ -173,7 +207,8 @@ def _greedy(sampler: Sampler) -> Judge:
 def _by_p(sampler: Sampler, rule: Callable[..., Accepted], noise: _Noise | None = None) -> Judge:
     def judge(proposal: Proposal, logits: Rows, history: Tokens[int]) -> Accepted:
         laws = _laws(sampler, proposal, logits, history)
-        return rule(proposal.tree, laws, noise.numbers(history) if noise else Numbers(sampler.sampling.seed, len(history) - 1))
+        root = len(history) - 1
+        return rule(proposal.tree, laws, noise.numbers(root) if noise else Numbers(sampler.sampling.seed, root))
 
     return judge
 

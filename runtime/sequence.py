@@ -1,6 +1,7 @@
 """The cache of one text, and steps that extend it, whatever the form of the graph."""
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 import numpy as np
@@ -22,28 +23,31 @@ class Sequence:
     def __init__(self, role: Role, tables: Array) -> None:
         self.role = role
         self._tables = tables
-        self._cache = KVCache(self.role.kv, self.role.context)
+        self.cache = KVCache(self.role.kv, self.role.context)
         self._chain = np.where(np.tri(self.widest, dtype=bool), 0, self.role.mask_value).astype(role.kv.dtype)
         self._in_order = np.arange(self.widest)
         self._places = self._in_order  # where each row of the last step was fed
         self._fed = 0  # rows of the last step
-        sizes = [spec.shape[-1] for graph in role.graphs for spec in graph.outputs if spec.name == "hidden"]
-        self._hidden_size = int(sizes[0]) if sizes else None
+        extra = [spec for spec in role.graphs[0].outputs if spec.name in ("hidden", "features")]
+        self._extra = (extra[0].name, int(extra[0].shape[-1])) if extra else None
         self.graph_seconds = 0.0
         """Time spent inside graphs so far; the rest of a step is the host's."""
 
     @property
     def length(self) -> int:
         """Committed tokens."""
-        return self._cache.length
+        return self.cache.length
 
-    def hidden(self, row: int) -> npt.NDArray[np.float32]:
-        """What fed the head [H] in this row of the last step (-1: its last); only where the graph gives it out."""
-        found: npt.NDArray[np.float32] = self._hidden_rows()[self._places[: self._fed][row]].astype(np.float32)
+    def hidden(self, rows: int | Tokens[int]) -> npt.NDArray[np.float32]:
+        """What draft heads read of a row of the last step (-1: its last) [F], or of several [n, F].
+
+        It is what fed the LM head, or the residual streams of the role's taps; only where the graph gives it out.
+        """
+        found: npt.NDArray[np.float32] = self._hidden_rows()[self._places[: self._fed][rows]].astype(np.float32)
         return found
 
     def _hidden_rows(self) -> Array:
-        """[T, H] of the last step, as it was fed."""
+        """[T, F] of the last step, as it was fed."""
         raise NotImplementedError
 
     @property
@@ -52,15 +56,20 @@ class Sequence:
         return self.role.widest
 
     def truncate(self, length: int) -> None:
-        self._cache.truncate(length)
+        self.cache.truncate(length)
 
-    def prefill(self, ids: Tokens[int]) -> Logits | None:
-        """Feed and commit all of `ids` in chunks; the logits row [V] of the last one, None for no ids."""
+    def prefill(self, ids: Tokens[int], after_chunk: Callable[[Tokens[int]], None] | None = None) -> Logits | None:
+        """Feed and commit all of `ids` in chunks; the logits row [V] of the last one, None for no ids.
+
+        `after_chunk` is told the rows of every chunk while they can be read.
+        """
         row = None
         for start in range(0, len(ids), self.role.chunk):
             chunk = ids[start : start + self.role.chunk]
             row = self._feed_chain(chunk, first_row=len(chunk) - 1)[0]
             self.commit(range(len(chunk)))
+            if after_chunk:
+                after_chunk(range(len(chunk)))
         return row
 
     def step(self, ids: Tokens[int], tree: TokenTree | None = None) -> Logits:
@@ -89,7 +98,7 @@ class Sequence:
 
     def keep(self, start: int, columns: Tokens[int]) -> None:
         """Of the columns from `start` on keep only these, counted from there, ascending; the text ends behind them."""
-        self._cache.compact(start, columns)
+        self.cache.compact(start, columns)
 
     def _check_room(self, rows: int) -> None:
         """Refuse a step that does not fit; of one that does, note its rows."""

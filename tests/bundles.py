@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import tiny
 from specedge.bundle import Bundle, Role
-from specedge.export.convert import Request, convert
+from specedge.export.convert import convert
+from specedge.export.request import Request
 from specedge.export.weights import read_float32
 from specedge.runtime import Engine, load
 from tiny import Array

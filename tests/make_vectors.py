@@ -19,8 +19,8 @@ from specedge.bundle import KVLayout, Role, Rope
 from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
 from specedge.runtime.law import Law
-from specedge.runtime.model import rope_tables
 from specedge.runtime.philox import WORD, Numbers, Purpose, philox4x32, uniform
+from specedge.runtime.rope import rope_tables
 from specedge.runtime.rules import make_rule
 from specedge.runtime.sample import Sampling, filtered
 from specedge.runtime.sampler import Sampler
@@ -279,7 +279,7 @@ def rope() -> list[Case]:
 def role_of(inv_freq: Row, scaling: float) -> Role:
     """As much of a role as its rotary tables need."""
     kv = KVLayout(layers=1, heads=1, slots=4096, head_dim=2 * len(inv_freq), dtype="float32")
-    return Role("llama", "delta", 4096, 8, 32, -1e4, Rope(tuple(inv_freq), scaling), kv, "weights.bin", (), ())
+    return Role("llama", "delta", 4096, 8, 32, -1e4, Rope(tuple(inv_freq), scaling), kv, (), "weights.bin", (), (), (), ())
 
 
 def _float32(number: float) -> float:

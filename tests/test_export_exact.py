@@ -16,7 +16,7 @@ from checkpoints import any_blocks, refuse, rewrite_gguf
 from specedge.bundle import Bundle, Weight, open_bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import open_checkpoint
-from specedge.export.convert import INT4, INT8
+from specedge.export.request import INT4, INT8
 from specedge.export.weights import read_float32
 from specedge.quant.scheme import Scheme
 from specedge.runtime import load

@@ -21,8 +21,8 @@ from specedge.devices.table import get_device
 from specedge.export import lower as lowering
 from specedge.export import to_onnx
 from specedge.export.checkpoint import open_checkpoint
-from specedge.export.convert import INT4, INT8
 from specedge.export.lower import lower
+from specedge.export.request import INT4, INT8
 from specedge.export.weights import Stored, WeightWriter, read_float32
 from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme

@@ -15,7 +15,8 @@ from bundles import SHAPE, Models, engine, files, graphs, locations, make, names
 from checkpoints import damaged
 from specedge.bundle import open_bundle
 from specedge.errors import SpecedgeError
-from specedge.export.convert import INT4, INT8, Request, convert
+from specedge.export.convert import convert
+from specedge.export.request import INT4, INT8, Request
 from specedge.export.weights import PAGE
 from specedge.runtime import load
 

@@ -19,7 +19,7 @@ def step_cost(width: int) -> float:
 
 
 def adaptive(draft_cost: float = 0.0, cost: Callable[[int], float] = step_cost, widest: int = WIDEST) -> Adaptive:
-    return Adaptive(cost, draft_cost, widest)
+    return Adaptive(cost, lambda gamma: gamma * draft_cost, widest)
 
 
 def ask(control: Control, depth: int, nodes: int | None = None) -> int:

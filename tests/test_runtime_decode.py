@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +297,7 @@ def recorded(rand: Rand, name: str, script: str, monkeypatch: pytest.MonkeyPatch
                 assert draft.length == len(history) + len(inner)  # nothing is fed whose logits nobody wants
             return proposal
 
-    drafter = Recorder(draft, choose)
+    drafter = Recorder(draft, replace(rule, choose=choose))
     prefill(target, drafter, PROMPT)
     monkeypatch.setattr(draft, "prefill", note)  # one read a round from here on
     return diary, list(decode(target, drafter, Script(SCRIPTS[script]), rule.judge, PROMPT, 100, ()))
@@ -361,7 +361,7 @@ def test_a_level_wider_than_the_widest_graph_is_read_in_pieces(rand: Rand) -> No
     bundle, draft_reference = open_bundle(rand.paths["noisy"]), tiny.load_hf(rand.sources / "noisy")
     draft = Model(bundle, "draft", get_device(rand.device), 1).sequence()
     assert draft.widest < 20
-    drafter = DraftModel(draft, greedy_rule().choose)
+    drafter = DraftModel(draft, greedy_rule())
     drafter.begin(PROMPT)
     history = list(PROMPT)
     for _ in range(2):  # again behind the last child of the last child

@@ -13,8 +13,9 @@ import tiny
 from bundles import compute_in_float
 from specedge.bundle import open_bundle
 from specedge.export.checkpoint import open_checkpoint
-from specedge.export.convert import Request, convert
+from specedge.export.convert import convert
 from specedge.export.fetch import fetch
+from specedge.export.request import Request
 from specedge.export.validate import validate
 from specedge.export.weights import read_float32
 from specedge.runtime import load

@@ -13,8 +13,8 @@ from make_vectors import FILES, FOLDER, Case, main, role_of, text_of
 from specedge.bundle import KVLayout
 from specedge.runtime.cache import KVCache
 from specedge.runtime.law import Law
-from specedge.runtime.model import rope_tables
 from specedge.runtime.philox import Purpose, philox4x32, uniform, uniforms
+from specedge.runtime.rope import rope_tables
 from specedge.runtime.rules import RULES, make_rule
 from specedge.runtime.sample import Logits, Sampling
 from specedge.runtime.sampler import Sampler

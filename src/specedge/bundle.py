@@ -12,8 +12,10 @@ from typing import Any
 
 from specedge.errors import SpecedgeError
 
-SCHEMA = 3
+SCHEMA = 4
 MANIFEST = "manifest.json"
+VOCABULARY = "vocabulary"
+"""The weight int32 [Vd] that says which ids of the target a head's own are, ascending; without it they are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,20 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Unrolled:
+    """A chain or tree that a drafter makes in one call: the paths of its nodes, and the graph (docs/contract.md)."""
+
+    paths: tuple[tuple[int, ...], ...]
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True)
 class Role:
-    """A model of the bundle: its graphs and what the host must know to feed them."""
+    """A model of the bundle: its graphs and what the host must know to feed them.
+
+    `taps` are what its graphs give (a target) or read (an EAGLE head) besides: the residual streams entering these blocks, -1
+    for what feeds the LM head. An EAGLE head reads the text with the graphs `first` and its own drafts with `graphs`.
+    """
 
     model_type: str
     form: str
@@ -93,14 +107,21 @@ class Role:
     mask_value: float
     rope: Rope
     kv: KVLayout
+    taps: tuple[int, ...]
     weight_file: str
     weights: tuple[Weight, ...]
     graphs: tuple[Graph, ...]
+    first: tuple[Graph, ...]
+    unrolled: tuple[Unrolled, ...]
 
     @property
     def widest(self) -> int:
         """Most tokens one step takes: the widest graph, or the prefill chunk where the width is symbolic."""
         return max(self.chunk if graph.width is None else graph.width for graph in self.graphs)
+
+    @property
+    def all_graphs(self) -> tuple[Graph, ...]:
+        return (*self.graphs, *self.first, *(unrolled.graph for unrolled in self.unrolled))
 
     @property
     def quantised(self) -> bool:
@@ -239,7 +260,8 @@ def _check_values(manifest: Manifest, where: str) -> None:
     wrong = {
         "drafters": not manifest.drafters
         or ("draft" in manifest.drafters and "draft" not in manifest.roles)
-        or ("medusa" in manifest.drafters and "medusa" not in manifest.heads),
+        or ("medusa" in manifest.drafters and "medusa" not in manifest.heads)
+        or ("eagle" in manifest.drafters and "eagle" not in manifest.roles),
         "widths": list(manifest.widths) != sorted({1, *manifest.widths}) or min(manifest.widths) < 1,
         "tree": not is_tree(manifest.tree) or len(manifest.tree) >= target.widest,
         "allowed_ids (roles.target.vocab_size)": not 1 <= manifest.allowed_ids <= target.vocab_size,
@@ -252,7 +274,7 @@ def _check_values(manifest: Manifest, where: str) -> None:
         wrong[f"roles.{name}.weights ({role.weight_file})"] = (
             role.weight_file not in manifest.files or end > manifest.files[role.weight_file].bytes
         )
-        wrong[f"roles.{name}.graphs"] = not all(graph.file in manifest.files for graph in role.graphs)
+        wrong[f"roles.{name}.graphs"] = not all(graph.file in manifest.files for graph in role.all_graphs)
     for name, head in manifest.heads.items():
         hidden = [spec.shape[-1] for graph in target.graphs for spec in graph.outputs if spec.name == "hidden"]
         wrong[f"heads.{name}.hidden"] = not hidden or set(hidden) != {head.hidden}

@@ -1,0 +1,157 @@
+"""A draft head of a bundle: its weight file, its graphs, and their entry in the manifest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from specedge.bundle import VOCABULARY, Head, Role, Rope, Weight
+from specedge.export import to_onnx
+from specedge.export.checkpoint import Checkpoint
+from specedge.export.decoder import feature_name
+from specedge.export.eagle_checkpoint import EagleCheckpoint
+from specedge.export.medusa import MedusaCheckpoint
+from specedge.export.roles import GraphWriter, Place, kv_layout, layout_of, write_unrolled
+from specedge.export.store import WEIGHT_FILE, write_weights
+from specedge.export.unroll import FED_BACK, LOGITS, Body, Ranks, expand, step
+from specedge.export.weights import Stored
+from specedge.quant.pack import Quantized
+
+
+def write_medusa(medusa: MedusaCheckpoint, target: Role, place: Place) -> Head:
+    """Heads' weights in `folder/medusa` and their graph beside it, where it reaches the target's weights too."""
+    config, request = medusa.config, place.request
+    weight_file = f"medusa/{WEIGHT_FILE}"
+    (place.folder / "medusa").mkdir()
+    weights = write_weights("medusa", medusa, medusa.shapes, place.folder / weight_file, request, place.progress)
+    by_name = {weight.name: weight for weight in weights}
+    elsewhere: dict[str, str] = {}
+    if not config.own_head:
+        by_name["lm_head.weight"] = _borrow(target, "lm_head.weight", elsewhere)
+    write = GraphWriter(place, "medusa", "", by_name, weight_file, 1, elsewhere)
+    return Head(
+        kind="medusa",
+        depth=config.heads,
+        hidden=config.hidden,
+        vocab_size=config.vocab_size,
+        weight_file=weight_file,
+        weights=tuple(weights),
+        graph=write("medusa", to_onnx.trace_medusa(config, request.dtype), 1),
+    )
+
+
+def write_eagle(
+    eagle: EagleCheckpoint,
+    checkpoint: Checkpoint,
+    target: Role,
+    verify: list[int],
+    widths: list[int],
+    place: Place,
+    drafts: Sequence[Sequence[Ranks]],
+) -> Role:
+    """An EAGLE head's weights in `folder/eagle`, its graphs beside it: they read the target's weights too.
+
+    `verify` are the target's widths, `widths` those of steps over drafts, `drafts` what is drafted in one call.
+    """
+    config, layer, request, device = eagle.config, eagle.config.decoder, place.request, place.device
+    weight_file = f"eagle/{WEIGHT_FILE}"
+    (place.folder / "eagle").mkdir()
+    tensors = _Tensors(eagle, checkpoint)
+    more = [] if eagle.vocabulary is None else [Stored(VOCABULARY, eagle.vocabulary, "I64", exact=True)]
+    weights = write_weights("eagle", tensors, tensors.shapes, place.folder / weight_file, request, place.progress, more)
+    by_name = {weight.name: weight for weight in weights}
+    elsewhere: dict[str, str] = {}
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        if name not in by_name:
+            by_name[name] = _borrow(target, name, elsewhere)
+
+    outputs = (LOGITS, FED_BACK, "key_0", "value_0")
+    first = Body("first", to_onnx.trace_open(config, False, request.dtype), outputs)
+    following = Body("next", to_onnx.trace_open(config, True, request.dtype), outputs)
+    kv = kv_layout(layer, "delta", place)
+    head = ("lm_head.weight", config.draft_vocab_size, layer.hidden)
+    reads = (feature_name(config.taps), config.features)
+    layout = layout_of(layer, kv, place, head, reads, mapped=eagle.vocabulary is not None)
+    fed_back = replace(layout, features=("hidden", layer.hidden))
+    chunk = max(min(request.chunk, place.context), *verify)
+    read_widths = sorted({1, max(verify), chunk}) if device.static else [None]
+    step_widths = widths if device.static else [None]
+    write = GraphWriter(
+        place, "eagle", "eagle_", by_name, weight_file, len(read_widths) + len(step_widths) + len(drafts), elsewhere
+    )
+    return Role(
+        model_type=f"eagle-{config.generation}",
+        form="delta",
+        context=place.context,
+        chunk=chunk,
+        vocab_size=config.draft_vocab_size,
+        mask_value=device.mask_value,
+        rope=Rope(layer.inv_freq, layer.rope_scaling),
+        kv=kv,
+        taps=config.taps,
+        weight_file=weight_file,
+        weights=tuple(weights),
+        graphs=tuple(
+            write(_name("next", width), step(following, fed_back.at(width), last_only=False), width) for width in step_widths
+        ),
+        first=tuple(
+            write(_name("first", width), step(first, layout.at(width), last_only=True), width) for width in read_widths
+        ),
+        unrolled=write_unrolled(write, drafts, layout, place, lambda paths, sized: expand(first, following, paths, sized)),
+    )
+
+
+def _name(kind: str, width: int | None) -> str:
+    return kind if width is None else f"{kind}_{width}"
+
+
+def _borrow(target: Role, name: str, elsewhere: dict[str, str]) -> Weight:
+    """The target's weight for a graph that lies beside its folder; a tied head is the embedding."""
+    weights = {weight.name: weight for weight in target.weights}
+    weight = weights.get(name) or weights["embed_tokens.weight"]
+    borrowed = replace(weight, name=f"target.{weight.name}")  # a head may have its own by that name
+    elsewhere[borrowed.name] = target.weight_file
+    return borrowed
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """What an EAGLE head stores of its own: copies of the target's matrices are left to be borrowed.
+
+    An LM head of fewer ids that is not in the file is made of the target's rows.
+    """
+
+    eagle: EagleCheckpoint
+    checkpoint: Checkpoint
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        config, shapes = self.eagle.config, dict(self.eagle.shapes)
+        in_target = self.checkpoint.config.vocab_size, self.checkpoint.config.hidden
+        for name in ("embed_tokens.weight", "lm_head.weight"):
+            if shapes.get(name) == in_target and self._is_copy(name):
+                del shapes[name]
+        if not config.own_head and self.eagle.vocabulary is not None:
+            shapes["lm_head.weight"] = (config.draft_vocab_size, config.decoder.hidden)
+        return shapes
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        if name in self.eagle.names:
+            return self.eagle.tensor(name)
+        rows: npt.NDArray[np.float32] = self.checkpoint.tensor(self._in_target(name))[self.eagle.vocabulary]
+        return rows
+
+    def stored_type(self, name: str) -> str:
+        of_head = name in self.eagle.names
+        return self.eagle.stored_type(name) if of_head else self.checkpoint.stored_type(self._in_target(name))
+
+    def grid(self, name: str) -> Quantized | None:
+        grid = None if name in self.eagle.names else self.checkpoint.grid(self._in_target(name))
+        return None if grid is None or self.eagle.vocabulary is None else grid.rows(self.eagle.vocabulary)
+
+    def _in_target(self, name: str) -> str:
+        return "embed_tokens.weight" if self.checkpoint.config.tied else name
+
+    def _is_copy(self, name: str) -> bool:
+        return np.array_equal(self.eagle.tensor(name), self.checkpoint.tensor(self._in_target(name)))

@@ -1,0 +1,63 @@
+"""What `spec-export convert` is asked for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specedge import bundle as bundles
+from specedge.errors import UsageError
+from specedge.quant.scheme import Scheme
+
+INT4 = Scheme(4, 32, symmetric=True)
+INT8 = Scheme(8, 32, symmetric=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `spec-export convert` was asked for. `body` and `head` are a Scheme or a float type's name.
+
+    With `keep`, tensors the checkpoint holds on a grid of no more bits than their Scheme has stay on it, exactly.
+    """
+
+    model: str
+    output: Path
+    draft: str | None = None
+    medusa: str | None = None
+    eagle: str | None = None
+    eagle_taps: tuple[int, ...] | None = None  # where an EAGLE-3 head's file leaves open what it reads
+    device: str = "cpu"
+    widths: tuple[int, ...] | None = None  # the device's own
+    context: int | None = None  # 1024, or fewer where a model was made for fewer
+    chunk: int = 64
+    tree: tuple[tuple[int, ...], ...] = ()  # paths of the draft tree (docs/contract.md); none: chains
+    body: Scheme | str = INT4
+    head: Scheme | str = INT8
+    keep: bool = True
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.context is not None and self.context < 2:
+            raise UsageError(f"context {self.context}: expected at least 2, a prompt token and an emitted one")
+        if self.chunk < 1:
+            raise UsageError(f"chunk {self.chunk}: expected a positive number of tokens")
+        if self.widths is not None and min(self.widths, default=0) < 1:
+            raise UsageError(f"widths {self.widths}: expected positive numbers")
+        if not bundles.is_tree(self.tree):
+            raise UsageError(f"tree: {self.tree} is no list of different paths of ranks, each one's beginning among them")
+        named = [name for name in ("draft", "medusa", "eagle") if getattr(self, name)]
+        if len(named) > 1:
+            raise UsageError(
+                f"{named[1]}: a bundle has one drafter beside prompt lookup; leave out --{named[0]} or --{named[1]}"
+            )
+        if self.tree and not named:
+            raise UsageError("tree: prompt lookup drafts chains only; give --draft, --medusa or --eagle or leave the tree out")
+        if self.eagle_taps is not None and not self.eagle:
+            raise UsageError("eagle_taps: say what an EAGLE head reads; give --eagle or leave them out")
+        if "float16" in (self.body, self.head) and self.body != self.head:
+            raise UsageError(
+                f"weights {self.body} with head weights {self.head}: fp16 is a whole graph's type; use it for both"
+            )
+
+    @property
+    def dtype(self) -> str:
+        """Type of the graph's activations, inputs, outputs and KV."""
+        return "float16" if self.body == "float16" else "float32"

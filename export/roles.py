@@ -1,0 +1,153 @@
+"""A model of a bundle: its weight file, its graphs, and their entry in the manifest."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx_ir as ir
+
+from specedge.bundle import Graph, KVLayout, Role, Rope, Unrolled, Weight
+from specedge.devices.device import Device, Form
+from specedge.export import to_onnx
+from specedge.export.checkpoint import Checkpoint
+from specedge.export.decoder import IN_PLACE_SPARE, padded_head_dim
+from specedge.export.families import DecoderConfig, tensor_names
+from specedge.export.lower import lower
+from specedge.export.request import Request
+from specedge.export.store import WEIGHT_FILE, write_weights
+from specedge.export.unroll import LOGITS, Body, Layout, Ranks, expand
+from specedge.progress import Progress
+
+TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What all models of a bundle share: the folder they are written to, the device, the context, the request."""
+
+    folder: Path
+    device: Device
+    context: int
+    request: Request
+    progress: Progress
+
+
+@dataclass(slots=True)
+class GraphWriter:
+    """Lowers and writes the graphs of one model.
+
+    `start` begins their names; `location` is the weight file as seen from them.
+    """
+
+    place: Place
+    label: str
+    start: str
+    weights: Mapping[str, Weight]
+    location: str
+    total: int
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    _done: int = 0
+
+    def __call__(self, name: str, model: ir.Model, width: int | None) -> Graph:
+        """Write one; its name, its width as the manifest says it."""
+        lower(model, self.weights, self.location, self.place.device, self.elsewhere)
+        file = f"{self.start}{name}.onnx"
+        to_onnx.write(model, self.place.folder / file)
+        self._done += 1
+        self.place.progress(f"{self.label}: graphs", self._done, self.total)
+        return to_onnx.describe(model, file, width)
+
+
+def write_model(
+    role: str,
+    checkpoint: Checkpoint,
+    widths: list[int],
+    place: Place,
+    taps: tuple[int, ...] = (),
+    drafts: Sequence[Sequence[Ranks]] = (),
+) -> Role:
+    """A model's weights and step graphs in `folder/role`; with `taps` they give what a draft head reads.
+
+    `drafts` are the chains and trees that it drafts in one call, by their paths.
+    """
+    config, request, device = checkpoint.config, place.request, place.device
+    (place.folder / role).mkdir()
+    shapes = {name: shape for name, (_, shape) in tensor_names(config).items()}
+    weights = write_weights(role, checkpoint, shapes, place.folder / role / WEIGHT_FILE, request, place.progress)
+    chunk = max(min(request.chunk, place.context), *widths)
+    steps = sorted({*widths, chunk}) if device.static else [None]
+    by_name = {weight.name: weight for weight in weights}
+    write = GraphWriter(place, role, f"{role}/", by_name, WEIGHT_FILE, len(steps) + len(drafts))
+    graphs = []
+    for width in steps:
+        model = to_onnx.trace(config, device.form, width, place.context, request.dtype, taps)
+        graphs.append(write("step" if width is None else f"step_{width}", model, width))
+    kv = kv_layout(config, device.form, place)
+    unrolled: tuple[Unrolled, ...] = ()
+    if drafts:
+        names = [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
+        body = Body("step", to_onnx.trace_open(config, False, request.dtype), (LOGITS, *names))
+        head = "embed_tokens.weight" if config.tied else "lm_head.weight"
+        layout = layout_of(config, kv, place, (head, config.vocab_size, config.hidden))
+        unrolled = write_unrolled(write, drafts, layout, place, lambda paths, sized: expand(body, body, paths, sized))
+    return Role(
+        model_type=config.model_type,
+        form=device.form,
+        context=place.context,
+        chunk=chunk,
+        vocab_size=config.vocab_size,
+        mask_value=device.mask_value,
+        rope=Rope(config.inv_freq, config.rope_scaling),
+        kv=kv,
+        taps=taps,
+        weight_file=f"{role}/{WEIGHT_FILE}",
+        weights=tuple(weights),
+        graphs=tuple(graphs),
+        first=(),
+        unrolled=unrolled,
+    )
+
+
+def kv_layout(config: DecoderConfig, form: Form, place: Place) -> KVLayout:
+    """The KV buffers of a model in one of the forms."""
+    slots = place.context + (IN_PLACE_SPARE if form == "in-place" else 0)
+    return KVLayout(config.layers, config.kv_heads, slots, padded_head_dim(config, form), place.request.dtype)
+
+
+def layout_of(
+    config: DecoderConfig,
+    kv: KVLayout,
+    place: Place,
+    lm_head: tuple[str, int, int],
+    features: tuple[str, int] | None = None,
+    mapped: bool = False,
+) -> Layout:
+    """The sizes of composed graphs, all but the width."""
+    return Layout(
+        width=None,
+        slots=place.context if place.device.static else None,
+        past=(kv.heads, kv.slots, kv.head_dim),
+        head_dim=config.head_dim,
+        half=config.head_dim // 2,
+        features=features,
+        lm_head=lm_head,
+        mapped=mapped,
+        dtype=TYPES[kv.dtype],
+    )
+
+
+def write_unrolled(
+    write: GraphWriter,
+    drafts: Sequence[Sequence[Ranks]],
+    layout: Layout,
+    place: Place,
+    compose: Callable[[Sequence[Ranks], Layout], ir.Model],
+) -> tuple[Unrolled, ...]:
+    """A graph for every one of `drafts`: static ones read as many rows of text as a round may have emitted."""
+    written = []
+    for paths in drafts:
+        depth = max(map(len, paths))
+        width = depth + 1 if place.device.static else None
+        name = f"chain_{depth}" if len(paths) == depth else "tree"
+        written.append(Unrolled(tuple(paths), write(name, compose(paths, layout.at(width)), width)))
+    return tuple(written)
