@@ -81,11 +81,11 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
     """
     if name is not None and name not in RULES:
         raise UsageError(f"rule {name!r}: expected one of {', '.join(RULES)}")
-    surest = InGraph(sampler) if not sampler.sampling.penalises else None  # a penalty would have to see the drafts
+    by_score = InGraph(sampler) if not sampler.sampling.penalises else None  # a penalty would have to see the drafts
     if sampler.sampling.greedy:
-        return Rule("greedy", _best(sampler), _greedy(sampler), surest)
+        return Rule("greedy", _best(sampler), _greedy(sampler), by_score)
     drawn, best = _drawn(sampler), _best(sampler)
-    by_chance = surest if surest and _COLDEST <= sampler.sampling.temperature <= _HOTTEST else None
+    by_chance = by_score if by_score and _COLDEST <= sampler.sampling.temperature <= _HOTTEST else None
     drawn_in_graph = by_chance and InGraph(sampler, _draft_gumbels(sampler), draws=True)
     match name:
         case "token":
@@ -93,9 +93,9 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
         case "block":
             return Rule(name, drawn, _by_q(sampler, accept.accept_block), drawn_in_graph)
         case "point-mass":
-            return Rule(name, best, _by_p(sampler, accept.accept_point_mass), surest)
+            return Rule(name, best, _by_p(sampler, accept.accept_point_mass), by_score)
         case "lossy-typical":
-            return Rule(name, best, _by_p(sampler, accept.accept_typical), surest)
+            return Rule(name, best, _by_p(sampler, accept.accept_typical), by_score)
         case "coupled":
             noise = _Noise(sampler)
             coupled_in_graph = by_chance and InGraph(sampler, _shared_gumbels(sampler, noise))

@@ -525,7 +525,7 @@ def test_a_result_counts_what_was_emitted(chains: dict[str, Path], count: int, c
     result = stream.result()
     assert result.ids == taken == list(range(2, 2 + count)) and result.stats.tokens == count
     assert result.stats.per_round == [(3, 3), (3, 3)][: count // 4] + [(3, count % 4)] * (count % 4 > 0)
-    assert [(outcome.nodes, outcome.tokens) for outcome in result.stats.outcomes.elements()][-1][1] in (4, count % 4)
+    assert sum(outcome.tokens for outcome in result.stats.outcomes.elements()) == count
     assert result.finish_reason == ("stop" if taken[-1] == 8 else "length")
     before = result.stats.as_dict()
     rest = [token.id for token in stream]
