@@ -174,33 +174,12 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), kv
 
 
-class Body(nn.Module):
-    """A step in the delta form without LM head: what feeds that, and the new columns."""
-
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, dtype=dtype)
-        self.layers = nn.ModuleList(Block(config, "delta", dtype) for _ in range(config.layers))
-        self.norm = RMSNorm(config.hidden, config.rms_eps, dtype)
-
-    def forward(
-        self, input_ids: Tensor, rope_cos: Tensor, rope_sin: Tensor, attention_bias: Tensor, past: list[KV]
-    ) -> tuple[Tensor, list[KV]]:
-        step = delta_step(Step(rope_cos, rope_sin, attention_bias), self.config)
-        x = self.embed_tokens(input_ids)
-        columns = []
-        for block, kv in zip(self.layers, past, strict=True):
-            x, new = block(x, step, kv)
-            columns.append(new)
-        return self.norm(x), columns
-
-
 class Decoder(nn.Module):
     """A step: token ids in, logits and the new (or present) KV columns out (docs/contract.md).
 
     Parameter names are the canonical tensor names of `families.tensor_names`. With `taps` there is one more output, what the
-    taps hold side by side [1, T, taps H]: a draft head reads it.
+    taps hold side by side [1, T, taps H]: a draft head reads it. In the delta form what feeds lm_head comes out instead of
+    logits: graphs are composed of such steps (`compose`).
     """
 
     def __init__(
@@ -211,16 +190,17 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, form, dtype) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.rms_eps, dtype)
-        self.lm_head = Linear(config.hidden, config.vocab_size, False, dtype)
-        if config.tied:
-            self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]  # torch calls it a Tensor
+        if form == "in-place":
+            self.lm_head = Linear(config.hidden, config.vocab_size, False, dtype)
+            if config.tied:
+                self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]  # torch calls it a Tensor
 
     def forward(
         self,
         input_ids: Tensor,  # int32 [1, T]
         rope_cos: Tensor,  # [1, 1, T, D / 2]
         rope_sin: Tensor,
-        attention_bias: Tensor,  # [1, 1, T, C + T] in the delta form, [1, 1, T, L + T] in place
+        attention_bias: Tensor,  # [1, 1, T, P + T] in the delta form, [1, 1, T, L + T] in place
         past: list[KV],
         lengths: tuple[Tensor, ...] = (),  # in place: seqlens_k = L + T - 1, total_sequence_length = L + T, logits_rows [R]
     ) -> tuple[Tensor, list[KV]] | tuple[Tensor, Tensor, list[KV]]:
@@ -232,11 +212,12 @@ class Decoder(nn.Module):
             x, new = block(x, step, kv)
             columns.append(new)
             streams.append(x)
-        hidden = self.norm(x)
-        logits = self.lm_head(hidden.index_select(1, lengths[2]) if self.form == "in-place" else hidden)
+        hidden = out = self.norm(x)
+        if self.form == "in-place":
+            out = self.lm_head(hidden.index_select(1, lengths[2]))
         if not self.taps:
-            return logits, columns
-        return logits, torch.cat([hidden if tap == NORMED else streams[tap] for tap in self.taps], -1), columns
+            return out, columns
+        return out, torch.cat([hidden if tap == NORMED else streams[tap] for tap in self.taps], -1), columns
 
 
 @dataclass(frozen=True, slots=True)

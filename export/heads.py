@@ -9,12 +9,13 @@ import numpy.typing as npt
 from specedge.bundle import VOCABULARY, Head, Role, Rope, Weight
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint
+from specedge.export.compose import FED_BACK, LOGITS, Body, step
 from specedge.export.decoder import feature_name
 from specedge.export.eagle_checkpoint import EagleCheckpoint
 from specedge.export.medusa import MedusaCheckpoint
 from specedge.export.roles import GraphWriter, Place, kv_layout, layout_of, write_unrolled
 from specedge.export.store import WEIGHT_FILE, write_weights
-from specedge.export.unroll import FED_BACK, LOGITS, Body, Ranks, expand, step
+from specedge.export.unroll import Ranks, expand
 from specedge.export.weights import Stored
 from specedge.quant.pack import Quantized
 
@@ -66,9 +67,9 @@ def write_eagle(
         if name not in by_name:
             by_name[name] = _borrow(target, name, elsewhere)
 
-    outputs = (LOGITS, FED_BACK, "key_0", "value_0")
-    first = Body("first", to_onnx.trace_open(config, False, request.dtype), outputs)
-    following = Body("next", to_onnx.trace_open(config, True, request.dtype), outputs)
+    gives, names = (LOGITS, FED_BACK), ("key_0", "value_0")
+    first = Body("first", to_onnx.trace_eagle(config, False, request.dtype), gives, names)
+    following = Body("next", to_onnx.trace_eagle(config, True, request.dtype), gives, names)
     kv = kv_layout(layer, "delta", place)
     head = ("lm_head.weight", config.draft_vocab_size, layer.hidden)
     reads = (feature_name(config.taps), config.features)
@@ -92,9 +93,7 @@ def write_eagle(
         taps=config.taps,
         weight_file=weight_file,
         weights=tuple(weights),
-        graphs=tuple(
-            write(_name("next", width), step(following, fed_back.at(width), last_only=False), width) for width in step_widths
-        ),
+        graphs=tuple(write(_name("next", width), step(following, fed_back.at(width)), width) for width in step_widths),
         first=tuple(
             write(_name("first", width), step(first, layout.at(width), last_only=True), width) for width in read_widths
         ),

@@ -10,12 +10,13 @@ from specedge.bundle import Graph, KVLayout, Role, Rope, Unrolled, Weight
 from specedge.devices.device import Device, Form
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint
-from specedge.export.decoder import IN_PLACE_SPARE, padded_head_dim
+from specedge.export.compose import LOGITS, Body, Layout, step
+from specedge.export.decoder import IN_PLACE_SPARE, feature_name, padded_head_dim
 from specedge.export.families import DecoderConfig, tensor_names
 from specedge.export.lower import lower
 from specedge.export.request import Request
 from specedge.export.store import WEIGHT_FILE, write_weights
-from specedge.export.unroll import LOGITS, Body, Layout, Ranks, expand
+from specedge.export.unroll import Ranks, expand
 from specedge.progress import Progress
 
 TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
@@ -78,20 +79,19 @@ def write_model(
     shapes = {name: shape for name, (_, shape) in tensor_names(config).items()}
     weights = write_weights(role, checkpoint, shapes, place.folder / role / WEIGHT_FILE, request, place.progress)
     chunk = max(min(request.chunk, place.context), *widths)
-    steps = sorted({*widths, chunk}) if device.static else [None]
+    steps = sorted({*widths, chunk})
     by_name = {weight.name: weight for weight in weights}
-    write = GraphWriter(place, role, f"{role}/", by_name, WEIGHT_FILE, len(steps) + len(drafts))
-    graphs = []
-    for width in steps:
-        model = to_onnx.trace(config, device.form, width, place.context, request.dtype, taps)
-        graphs.append(write("step" if width is None else f"step_{width}", model, width))
+    write = GraphWriter(place, role, f"{role}/", by_name, WEIGHT_FILE, (len(steps) if device.static else 1) + len(drafts))
     kv = kv_layout(config, device.form, place)
+    layout = layout_of(config, kv, place)
+    if device.static:
+        body = delta_body(config, request.dtype, taps)
+        graphs = [write(f"step_{width}", step(body, layout.at(width)), width) for width in steps]
+    else:
+        graphs = [write("step", to_onnx.trace_in_place(config, place.context, request.dtype, taps), None)]
     unrolled: tuple[Unrolled, ...] = ()
     if drafts:
-        names = [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
-        body = Body("step", to_onnx.trace_open(config, False, request.dtype), (LOGITS, *names))
-        head = "embed_tokens.weight" if config.tied else "lm_head.weight"
-        layout = layout_of(config, kv, place, (head, config.vocab_size, config.hidden))
+        body = delta_body(config, request.dtype)
         unrolled = write_unrolled(write, drafts, layout, place, lambda paths, sized: expand(body, body, paths, sized))
     return Role(
         model_type=config.model_type,
@@ -117,15 +117,23 @@ def kv_layout(config: DecoderConfig, form: Form, place: Place) -> KVLayout:
     return KVLayout(config.layers, config.kv_heads, slots, padded_head_dim(config, form), place.request.dtype)
 
 
+def delta_body(config: DecoderConfig, dtype: str, taps: tuple[int, ...] = ()) -> Body:
+    """A decoder's step in the delta form, to be composed."""
+    kv = tuple(f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value"))
+    gives = (LOGITS, feature_name(taps)) if taps else (LOGITS,)
+    return Body("step", to_onnx.trace_delta(config, dtype, taps), gives, kv)
+
+
 def layout_of(
     config: DecoderConfig,
     kv: KVLayout,
     place: Place,
-    lm_head: tuple[str, int, int],
+    lm_head: tuple[str, int, int] | None = None,
     features: tuple[str, int] | None = None,
     mapped: bool = False,
 ) -> Layout:
-    """The sizes of composed graphs, all but the width."""
+    """The sizes of composed graphs, all but the width; the LM head is the model's own unless another is given."""
+    own = "embed_tokens.weight" if config.tied else "lm_head.weight", config.vocab_size, config.hidden
     return Layout(
         width=None,
         slots=place.context if place.device.static else None,
@@ -133,7 +141,7 @@ def layout_of(
         head_dim=config.head_dim,
         half=config.head_dim // 2,
         features=features,
-        lm_head=lm_head,
+        lm_head=lm_head or own,
         mapped=mapped,
         dtype=TYPES[kv.dtype],
     )

@@ -7,7 +7,7 @@ import io
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,160 +20,38 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specedge.bundle import Graph, TensorSpec
-from specedge.devices.device import Form
-from specedge.export.decoder import IN_PLACE_SPARE, KV, Body, Decoder, feature_name, padded_head_dim
+from specedge.export.decoder import IN_PLACE_SPARE, KV, Decoder, feature_name, padded_head_dim
 from specedge.export.eagle import Eagle, EagleConfig
 from specedge.export.families import DecoderConfig
 from specedge.export.medusa import Medusa, MedusaConfig
 
 OPSET = 23  # the first with RMSNormalization
 _ROWS, _PAST = 5, 9  # sizes of examples where the graph leaves them open
+_STEP_INPUTS = ("input_ids", "rope_cos", "rope_sin", "attention_bias")
 _TYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
-@functools.lru_cache(maxsize=64)
-def _trace(config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, taps: tuple[int, ...]) -> bytes:
-    """Serialised step graph whose weights are still graph inputs, named as in the checkpoint.
+def trace_in_place(config: DecoderConfig, context: int, dtype: str, taps: tuple[int, ...] = ()) -> ir.Model:
+    """The step graph of symbolic width in the in-place form, its weights still inputs; a fresh copy each time.
 
-    Traced on fake tensors, so a model of any size costs no memory; the cache serves a draft shaped like its target.
+    Traced on fake tensors, so a model of any size costs no memory.
     """
-    with FakeTensorMode(), _quiet():
-        model = Decoder(config, form, _TYPES[dtype], taps).eval()
-        inputs, symbols = _example(config, form, width, context, _TYPES[dtype])
-        kv = [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
-        past, new = "past_", "present_" if form == "in-place" else "new_"
-        lengths = ["seqlens_k", "total_sequence_length", "logits_rows"] if form == "in-place" else []
-        program = torch.onnx.export(
-            model,
-            inputs,
-            input_names=[
-                "input_ids",
-                "rope_cos",
-                "rope_sin",
-                "attention_bias",
-                *(past + name for name in kv),
-                *lengths,
-            ],
-            output_names=["logits", *[feature_name(taps)] * (taps != ()), *(new + name for name in kv)],
-            dynamic_shapes=symbols,
-            opset_version=OPSET,
-            dynamo=True,
-            optimize=False,
-            verbose=False,
-        )
-    return _finish(program, model, config.tied)
+    return _fresh(_trace_in_place(_without_rope(config), context, dtype, taps))
 
 
-@functools.lru_cache(maxsize=8)
-def _trace_medusa(config: MedusaConfig, dtype: str) -> bytes:
-    with FakeTensorMode(), _quiet():
-        model = Medusa(config, _TYPES[dtype]).eval()
-        program = torch.onnx.export(
-            model,
-            (torch.empty(1, 1, config.hidden, dtype=_TYPES[dtype]),),
-            input_names=["hidden"],
-            output_names=["head_logits"],
-            opset_version=OPSET,
-            dynamo=True,
-            optimize=False,
-            verbose=False,
-        )
-    return _finish(program, model, tied=False)
+def trace_delta(config: DecoderConfig, dtype: str, taps: tuple[int, ...] = ()) -> ir.Model:
+    """A step of symbolic width and past in the delta form, without LM head: what `compose` makes graphs of."""
+    return _fresh(_trace_delta(_without_rope(config), dtype, taps))
 
 
-class _Reads(Eagle):
-    """Reads the target's features."""
-
-    def forward(self, input_ids: Tensor, features: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past: list[KV]) -> Any:  # type: ignore[override]
-        return super().forward(input_ids, self.fuse(features), cos, sin, bias, past[0])
-
-
-class _Drafts(Eagle):
-    """Reads what it fed back."""
-
-    def forward(self, input_ids: Tensor, features: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past: list[KV]) -> Any:  # type: ignore[override]
-        return super().forward(input_ids, features, cos, sin, bias, past[0])
-
-
-@functools.lru_cache(maxsize=16)
-def _trace_open(config: DecoderConfig | EagleConfig, drafts: bool, dtype: str) -> bytes:
-    """A step of symbolic width and past in the delta form, without LM head."""
-    layer = config.decoder if isinstance(config, EagleConfig) else config
-    with FakeTensorMode(), _quiet():
-        model: torch.nn.Module
-        if isinstance(config, EagleConfig):
-            model = (_Drafts if drafts else _Reads)(config, _TYPES[dtype]).eval()
-            size = layer.hidden if drafts else config.features
-            features = [torch.empty(1, _ROWS, size, dtype=_TYPES[dtype])]
-        else:
-            model, features = Body(config, _TYPES[dtype]).eval(), []
-        kv_shape = (1, layer.kv_heads, _PAST, layer.head_dim)
-        past = [tuple(torch.empty(kv_shape, dtype=_TYPES[dtype]) for _ in range(2)) for _ in range(layer.layers)]
-        rope = torch.empty(1, 1, _ROWS, layer.head_dim // 2, dtype=_TYPES[dtype])
-        bias = torch.empty(1, 1, _ROWS, _PAST + _ROWS, dtype=_TYPES[dtype])
-        vary = torch.export.Dim.AUTO
-        kv = [f"{kind}_{index}" for index in range(layer.layers) for kind in ("key", "value")]
-        program = torch.onnx.export(
-            model,
-            (torch.empty(1, _ROWS, dtype=torch.int32), *features, rope, rope.clone(), bias, past),
-            input_names=[
-                "input_ids",
-                *["features"] * len(features),
-                "rope_cos",
-                "rope_sin",
-                "attention_bias",
-                *(f"past_{name}" for name in kv),
-            ],
-            dynamic_shapes=(
-                *({1: vary} for _ in range(1 + len(features))),
-                *({2: vary} for _ in range(2)),
-                {2: vary, 3: vary},
-                [({2: vary}, {2: vary}) for _ in past],
-            ),
-            opset_version=OPSET,
-            dynamo=True,
-            optimize=False,
-            verbose=False,
-        )
-    return _finish(program, model, tied=False)
-
-
-def _finish(program: torch.onnx.ONNXProgram | None, model: torch.nn.Module, tied: bool) -> bytes:
-    """The graph of a traced model, its weights turned into inputs."""
-    assert program is not None
-    graph = program.model
-    _weights_to_inputs(graph, {name for name, _ in model.named_parameters(remove_duplicate=False)}, tied)
-    onnxscript.optimizer.optimize_ir(graph)
-    graph.producer_name, graph.producer_version = "specedge", ""
-    _strip(graph)
-    serialised: bytes = ir.to_proto(graph).SerializeToString()
-    return serialised
-
-
-def trace(
-    config: DecoderConfig, form: Form, width: int | None, context: int, dtype: str, taps: tuple[int, ...] = ()
-) -> ir.Model:
-    """The step graph of `width` (None: symbolic) as IR, its weights still inputs; a fresh copy each time."""
-    return ir.from_proto(onnx.load(io.BytesIO(_trace(_without_rope(config), form, width, context, dtype, taps))))
-
-
-def trace_open(config: DecoderConfig | EagleConfig, drafts: bool, dtype: str) -> ir.Model:
-    """A step of symbolic width and past without LM head, for `unroll` to compose graphs of."""
-    if isinstance(config, DecoderConfig):
-        config = _without_rope(config)
-    else:
-        config = dataclasses.replace(config, decoder=_without_rope(config.decoder))
-    return ir.from_proto(onnx.load(io.BytesIO(_trace_open(config, drafts, dtype))))
+def trace_eagle(config: EagleConfig, drafts: bool, dtype: str) -> ir.Model:
+    """The same of an EAGLE head that reads the target's features, or with `drafts` what it fed back."""
+    return _fresh(_trace_eagle(dataclasses.replace(config, decoder=_without_rope(config.decoder)), drafts, dtype))
 
 
 def trace_medusa(config: MedusaConfig, dtype: str) -> ir.Model:
-    """The graph of all heads, likewise."""
-    return ir.from_proto(onnx.load(io.BytesIO(_trace_medusa(config, dtype))))
-
-
-def _without_rope(config: DecoderConfig) -> DecoderConfig:
-    """Rotary frequencies are the host's matter: models that differ in nothing else have the same graph."""
-    return dataclasses.replace(config, inv_freq=(0.0,) * len(config.inv_freq), rope_scaling=1.0)
+    """The graph of all heads."""
+    return _fresh(_trace_medusa(config, dtype))
 
 
 def write(model: ir.Model, path: Path) -> None:
@@ -196,34 +74,136 @@ def _specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def _example(
-    config: DecoderConfig, form: Form, width: int | None, context: int, dtype: torch.dtype
-) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Example inputs of one step and, for a symbolic width, which of their dimensions vary."""
-    rows = width or _ROWS
-    slots = rows + (context if form == "delta" else 3)
-    half = config.head_dim // 2
-    slots_kept = context + (IN_PLACE_SPARE if form == "in-place" else 0)
-    kv_shape = (1, config.kv_heads, slots_kept, padded_head_dim(config, form))
-    past = [(torch.empty(kv_shape, dtype=dtype), torch.empty(kv_shape, dtype=dtype)) for _ in range(config.layers)]
-    length = torch.empty(1, dtype=torch.int32)
-    lengths = (length, length.clone(), torch.empty(2, dtype=torch.int64)) if form == "in-place" else ()
-    inputs = (
-        torch.empty(1, rows, dtype=torch.int32),
-        torch.empty(1, 1, rows, half, dtype=dtype),
-        torch.empty(1, 1, rows, half, dtype=dtype),
-        torch.empty(1, 1, rows, slots, dtype=dtype),
-        past,
-        lengths,
-    )
-    vary: tuple[dict[int, object], ...] = ({}, {}, {}, {})
-    rows_vary: tuple[dict[int, object], ...] = ({},) * len(lengths)
-    if width is None:
+@functools.lru_cache(maxsize=64)
+def _trace_in_place(config: DecoderConfig, context: int, dtype: str, taps: tuple[int, ...]) -> bytes:
+    with FakeTensorMode(), _quiet():
+        model = Decoder(config, "in-place", _TYPES[dtype], taps).eval()
+        kv_shape = (1, config.kv_heads, context + IN_PLACE_SPARE, padded_head_dim(config, "in-place"))
+        slots = _ROWS + 3
+        length = torch.empty(1, dtype=torch.int32)
+        lengths = (length, length.clone(), torch.empty(2, dtype=torch.int64))
         most = max(context, slots)  # the example must fit
-        step, total = torch.export.Dim("T", min=1, max=most), torch.export.Dim("total", min=1, max=most)
-        vary = ({1: step}, {2: step}, {2: step}, {2: step, 3: total})
-        rows_vary = ({}, {}, {0: torch.export.Dim("R", min=0, max=most)})
-    return inputs, (*vary, [({}, {})] * config.layers, rows_vary)
+        rows, total = torch.export.Dim("T", min=1, max=most), torch.export.Dim("total", min=1, max=most)
+        wanted = torch.export.Dim("R", min=0, max=most)
+        kv = _kv_names(config)
+        program = _export(
+            model,
+            (*_example(config, kv_shape, slots, _TYPES[dtype]), lengths),
+            [*_STEP_INPUTS, *(f"past_{name}" for name in kv), "seqlens_k", "total_sequence_length", "logits_rows"],
+            ["logits", *[feature_name(taps)] * (taps != ()), *(f"present_{name}" for name in kv)],
+            ({1: rows}, {2: rows}, {2: rows}, {2: rows, 3: total}, [({}, {})] * config.layers, ({}, {}, {0: wanted})),
+        )
+    return _finish(program, model, config.tied)
+
+
+@functools.lru_cache(maxsize=64)
+def _trace_delta(config: DecoderConfig, dtype: str, taps: tuple[int, ...]) -> bytes:
+    with FakeTensorMode(), _quiet():
+        model = Decoder(config, "delta", _TYPES[dtype], taps).eval()
+        inputs = _example(config, _open_kv(config), _PAST + _ROWS, _TYPES[dtype])
+        names = [*_STEP_INPUTS, *(f"past_{name}" for name in _kv_names(config))]
+        program = _export(model, inputs, names, None, _open(config))
+    return _finish(program, model)
+
+
+class _Reads(Eagle):
+    """Reads the target's features."""
+
+    def forward(self, input_ids: Tensor, features: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past: list[KV]) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, self.fuse(features), cos, sin, bias, past[0])
+
+
+class _Drafts(Eagle):
+    """Reads what it fed back."""
+
+    def forward(self, input_ids: Tensor, features: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past: list[KV]) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, features, cos, sin, bias, past[0])
+
+
+@functools.lru_cache(maxsize=16)
+def _trace_eagle(config: EagleConfig, drafts: bool, dtype: str) -> bytes:
+    layer = config.decoder
+    with FakeTensorMode(), _quiet():
+        model = (_Drafts if drafts else _Reads)(config, _TYPES[dtype]).eval()
+        ids, *others = _example(layer, _open_kv(layer), _PAST + _ROWS, _TYPES[dtype])
+        features = torch.empty(1, _ROWS, layer.hidden if drafts else config.features, dtype=_TYPES[dtype])
+        names = [_STEP_INPUTS[0], "features", *_STEP_INPUTS[1:], *(f"past_{name}" for name in _kv_names(layer))]
+        open_ids, *open_others = _open(layer)
+        program = _export(model, (ids, features, *others), names, None, (open_ids, open_ids, *open_others))
+    return _finish(program, model)
+
+
+@functools.lru_cache(maxsize=8)
+def _trace_medusa(config: MedusaConfig, dtype: str) -> bytes:
+    with FakeTensorMode(), _quiet():
+        model = Medusa(config, _TYPES[dtype]).eval()
+        hidden = torch.empty(1, 1, config.hidden, dtype=_TYPES[dtype])
+        program = _export(model, (hidden,), ["hidden"], ["head_logits"])
+    return _finish(program, model)
+
+
+def _example(config: DecoderConfig, kv_shape: tuple[int, ...], slots: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Example inputs of one step: ids, rotary tables, bias and past."""
+    rope = torch.empty(1, 1, _ROWS, config.head_dim // 2, dtype=dtype)
+    past = [(torch.empty(kv_shape, dtype=dtype), torch.empty(kv_shape, dtype=dtype)) for _ in range(config.layers)]
+    bias = torch.empty(1, 1, _ROWS, slots, dtype=dtype)
+    return torch.empty(1, _ROWS, dtype=torch.int32), rope, rope.clone(), bias, past
+
+
+def _open(config: DecoderConfig) -> tuple[Any, ...]:
+    """Which dimensions of these vary where width and past are open."""
+    auto = torch.export.Dim.AUTO
+    return {1: auto}, {2: auto}, {2: auto}, {2: auto, 3: auto}, [({2: auto}, {2: auto})] * config.layers
+
+
+def _open_kv(config: DecoderConfig) -> tuple[int, ...]:
+    return 1, config.kv_heads, _PAST, config.head_dim
+
+
+def _kv_names(config: DecoderConfig) -> list[str]:
+    return [f"{kind}_{layer}" for layer in range(config.layers) for kind in ("key", "value")]
+
+
+def _export(
+    model: torch.nn.Module,
+    inputs: tuple[Any, ...],
+    input_names: Sequence[str],
+    output_names: Sequence[str] | None,
+    dynamic_shapes: tuple[Any, ...] | None = None,
+) -> torch.onnx.ONNXProgram:
+    program = torch.onnx.export(
+        model,
+        inputs,
+        input_names=input_names,
+        output_names=output_names,
+        dynamic_shapes=dynamic_shapes,
+        opset_version=OPSET,
+        dynamo=True,
+        optimize=False,
+        verbose=False,
+    )
+    assert program is not None
+    return program
+
+
+def _fresh(traced: bytes) -> ir.Model:
+    return ir.from_proto(onnx.load(io.BytesIO(traced)))
+
+
+def _without_rope(config: DecoderConfig) -> DecoderConfig:
+    """Rotary frequencies are the host's matter: models that differ in nothing else have the same graph."""
+    return dataclasses.replace(config, inv_freq=(0.0,) * len(config.inv_freq), rope_scaling=1.0)
+
+
+def _finish(program: torch.onnx.ONNXProgram, model: torch.nn.Module, tied: bool = False) -> bytes:
+    """The graph of a traced model, its weights turned into inputs."""
+    graph = program.model
+    _weights_to_inputs(graph, {name for name, _ in model.named_parameters(remove_duplicate=False)}, tied)
+    onnxscript.optimizer.optimize_ir(graph)
+    graph.producer_name, graph.producer_version = "specedge", ""
+    _strip(graph)
+    serialised: bytes = ir.to_proto(graph).SerializeToString()
+    return serialised
 
 
 def _weights_to_inputs(model: ir.Model, names: set[str], tied: bool) -> None:

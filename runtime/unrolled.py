@@ -12,7 +12,7 @@ from specedge.runtime.cache import KVCache
 from specedge.runtime.delta_graph import Array, DeltaGraph
 from specedge.runtime.in_graph import InGraph
 from specedge.runtime.law import Law
-from specedge.runtime.sample import Logits
+from specedge.runtime.sample import Logits, best
 from specedge.runtime.session import Session
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.tree import ROOT, Proposal, TokenTree
@@ -71,7 +71,13 @@ class Expansion:
         return Drafted(drafted, outputs["draft_logits"].astype(np.float32), columns, self.width or text)
 
     def propose(self, drafted: Drafted, shape: TreeShape, history: Tokens[int], in_graph: InGraph, widen: Widen) -> Proposal:
-        """What was drafted as far as `shape` goes; tokens that may not be emitted are left out with all that follows them."""
+        """What was drafted as far as `shape` goes; tokens that may not be emitted are left out with all that follows them.
+
+        Raises:
+            SpecedgeError: As `sample.best`.
+        """
+        for logits, depth in zip(drafted.logits, self.depths, strict=True):
+            best(logits, f"draft logits for position {len(history) + depth}")  # refuses NaN
         kept: dict[int, int] = {ROOT: ROOT}  # node of the shape -> node of the tree
         for node, parent in enumerate(shape.parents):
             if parent in kept and in_graph.allows(drafted.ids[node]):

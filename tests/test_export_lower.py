@@ -21,9 +21,12 @@ from specedge.devices.table import get_device
 from specedge.export import lower as lowering
 from specedge.export import to_onnx
 from specedge.export.checkpoint import open_checkpoint
+from specedge.export.compose import step
 from specedge.export.lower import lower
-from specedge.export.request import INT4, INT8
+from specedge.export.request import INT4, INT8, Request
+from specedge.export.roles import Place, delta_body, layout_of
 from specedge.export.weights import Stored, WeightWriter, read_float32
+from specedge.progress import silent
 from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme
 from tiny import Array
@@ -61,7 +64,12 @@ def lowered(bundle: Bundle, checkpoint: Path, name: str, weights: Sequence[Weigh
     """
     role, device = bundle.role("target"), get_device(bundle.manifest.device)
     width = role.graphs[-1].width
-    model = to_onnx.trace(open_checkpoint(str(checkpoint)).config, device.form, width, role.context, "float32")
+    config = open_checkpoint(str(checkpoint)).config
+    place = Place(bundle.path, device, role.context, Request("", bundle.path), silent)
+    if device.form == "delta":
+        model = step(delta_body(config, "float32"), layout_of(config, role.kv, place).at(width))
+    else:
+        model = to_onnx.trace_in_place(config, role.context, "float32")
     location = f"{name}.bin" if weights else "weights.bin"
     lower(model, {one.name: one for one in weights or role.weights}, location, dataclasses.replace(device, accuracy_level=0))
     to_onnx.write(model, bundle.path / f"target/{name}.onnx")

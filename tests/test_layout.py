@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"errors", "progress", "cachedir", "bundle", "devices", "quant"},
     "runtime": {"errors", "progress", "cachedir", "bundle", "devices"},
 }
-PROVERS = {f"specedge/export/{name}.py" for name in ("cli", "validate", "validate_heads")}  # those of export that run bundles
+PROVERS = {f"specedge/export/{name}.py" for name in ("cli", "validate", "validate_eagle", "validate_heads")}  # those of export that run bundles
 
 
 def wrong_imports(file: str, source: str) -> list[str]:

@@ -212,7 +212,7 @@ def test_what_heads_cannot_do_is_refused_by_name(engines: dict[str, Engine], sou
     for options, named in (
         ({"medusa": str(tmp_path / "other")}, r"0\.1\.weight: expected shape \(64, 64\)"),
         ({"medusa": str(sources / "own"), "tree": TreeShape.chain(4).paths}, "tree: 4 deep, expected at most 3"),
-        ({"medusa": str(sources / "own"), "draft": str(sources / "rand")}, "leave out --medusa or --draft"),
+        ({"medusa": str(sources / "own"), "draft": str(sources / "rand")}, "leave out --draft or --medusa"),
     ):
         with pytest.raises(SpecedgeError, match=named):
             bundles.make(sources / "rand", tmp_path / "b", **options)
