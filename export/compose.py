@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from specedge.bundle import VOCABULARY
 from specedge.export.to_onnx import OPSET
+from specedge.manifest import VOCABULARY
 
 Size = int | str | ir.SymbolicDim | None
 LOGITS, FED_BACK = "logits", "fed_back"

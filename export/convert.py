@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from specedge import bundle as bundles
-from specedge.bundle import Bundle, File, Manifest, Source
+from specedge.bundle import Bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import UsageError
@@ -21,6 +21,7 @@ from specedge.export.request import Request
 from specedge.export.roles import Place, write_model
 from specedge.export.unroll import Ranks
 from specedge.export.vocabulary import compare_vocabularies, token_count
+from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
 from specedge.progress import Progress, silent
 
 _CONTEXT = 1024
@@ -49,7 +50,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         has_tokenizer = target.save_tokenizer(folder)
         vocab = target.config.vocab_size
         allowed = min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab
-        if (rank := bundles.highest_rank(request.tree)) >= allowed:
+        if (rank := highest_rank(request.tree)) >= allowed:
             raise UsageError(f"tree: rank {rank!s:.60}, expected 0..{allowed - 1}, choices among the ids this model can emit")
         roles = {}
         if draft:
@@ -62,7 +63,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         heads = {"medusa": write_medusa(medusa, roles["target"], place)} if medusa else {}
         own = [name for name, there in (("draft", draft), ("medusa", medusa), ("eagle", eagle)) if there]
         manifest = Manifest(
-            schema=bundles.SCHEMA,
+            schema=SCHEMA,
             tools={name: version(name) for name in ("specedge", *_TOOLS)},
             sources={
                 "target": Source(target.name, target.license),

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import VOCABULARY, Head, Role, Rope, Weight
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.compose import FED_BACK, LOGITS, Body, step
@@ -17,6 +16,7 @@ from specedge.export.roles import GraphWriter, Place, kv_layout, layout_of, writ
 from specedge.export.store import WEIGHT_FILE, write_weights
 from specedge.export.unroll import Ranks, expand
 from specedge.export.weights import Stored
+from specedge.manifest import VOCABULARY, Head, Role, Rope, Weight
 from specedge.quant.pack import Quantized
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from specedge.bundle import Extent, Weight
 from specedge.devices.device import Device
 from specedge.export.weights import block_size, side_by_side
+from specedge.manifest import Extent, Weight
 from specedge.quant.scheme import Scheme
 
 _CONTRIB = "com.microsoft"

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from specedge import bundle as bundles
 from specedge.errors import UsageError
+from specedge.manifest import is_tree
 from specedge.quant.scheme import Scheme
 
 INT4 = Scheme(4, 32, symmetric=True)
@@ -41,7 +41,7 @@ class Request:
             raise UsageError(f"chunk {self.chunk}: expected a positive number of tokens")
         if self.widths is not None and min(self.widths, default=0) < 1:
             raise UsageError(f"widths {self.widths}: expected positive numbers")
-        if not bundles.is_tree(self.tree):
+        if not is_tree(self.tree):
             raise UsageError(f"tree: {self.tree} is no list of different paths of ranks, each one's beginning among them")
         named = [name for name in ("draft", "medusa", "eagle") if getattr(self, name)]
         if len(named) > 1:

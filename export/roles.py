@@ -6,7 +6,6 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from specedge.bundle import Graph, KVLayout, Role, Rope, Unrolled, Weight
 from specedge.devices.device import Device, Form
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint
@@ -17,6 +16,7 @@ from specedge.export.lower import lower
 from specedge.export.request import Request
 from specedge.export.store import WEIGHT_FILE, write_weights
 from specedge.export.unroll import Ranks, expand
+from specedge.manifest import Graph, KVLayout, Role, Rope, Unrolled, Weight
 from specedge.progress import Progress
 
 TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}

@@ -7,11 +7,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import Weight
 from specedge.errors import SpecedgeError
 from specedge.export.families import joined_layers
 from specedge.export.request import Request
 from specedge.export.weights import Stored, WeightWriter
+from specedge.manifest import Weight
 from specedge.progress import Progress
 from specedge.quant.pack import Quantized
 from specedge.quant.rounding import round_to_nearest

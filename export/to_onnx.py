@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from specedge.bundle import Graph, TensorSpec
 from specedge.export.decoder import IN_PLACE_SPARE, KV, Decoder, feature_name, padded_head_dim
 from specedge.export.eagle import Eagle, EagleConfig
 from specedge.export.families import DecoderConfig
 from specedge.export.medusa import Medusa, MedusaConfig
+from specedge.manifest import Graph, TensorSpec
 
 OPSET = 23  # the first with RMSNormalization
 _ROWS, _PAST = 5, 9  # sizes of examples where the graph leaves them open

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from specedge.bundle import VOCABULARY, Bundle
+from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.decoder import NORMED
@@ -16,6 +16,7 @@ from specedge.export.eagle_checkpoint import EagleCheckpoint, open_eagle
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
 from specedge.export.tensors import first_of
 from specedge.export.weights import read_float32
+from specedge.manifest import VOCABULARY
 from specedge.runtime.generate import Engine
 from specedge.runtime.rope import rope_tables
 

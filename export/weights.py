@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import Extent, Weight
+from specedge.manifest import Extent, Weight
 from specedge.quant.pack import Quantized, pack_codes, pack_zero_points, unpack_codes, unpack_zero_points
 from specedge.quant.scheme import Scheme
 

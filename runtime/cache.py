@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import KVLayout
+from specedge.manifest import KVLayout
 
 Array = npt.NDArray[np.generic]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import Role
+from specedge.manifest import Role
 from specedge.runtime.cache import KVCache
 from specedge.runtime.sequence import Array, Logits, Positions, Sequence
 from specedge.runtime.session import Binding, Session

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import Graph, Role
+from specedge.manifest import Graph, Role
 from specedge.runtime.cache import KVCache
 from specedge.runtime.session import Session
 

@@ -6,8 +6,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import VOCABULARY, Bundle, Graph
+from specedge.bundle import Bundle
 from specedge.devices.device import Device
+from specedge.manifest import VOCABULARY, Graph
 from specedge.runtime.cache import KVCache
 from specedge.runtime.delta_graph import DeltaGraph
 from specedge.runtime.law import Ids

@@ -5,8 +5,9 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import Bundle, Head
+from specedge.bundle import Bundle
 from specedge.devices.device import Device
+from specedge.manifest import Head
 from specedge.runtime.session import Session
 
 

@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from specedge.bundle import VOCABULARY, Bundle, Weight
+from specedge.bundle import Bundle
+from specedge.manifest import VOCABULARY, Weight
 
 
 def inspect(bundle: Bundle) -> dict[str, object]:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from specedge.bundle import Bundle, Graph, Role
+from specedge.bundle import Bundle
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError, UsageError
+from specedge.manifest import Graph, Role
 from specedge.runtime import prepared
 from specedge.runtime.delta import DeltaSequence
 from specedge.runtime.in_place import InPlaceSequence

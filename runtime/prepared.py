@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specedge.bundle import MANIFEST, Bundle, Graph, Role, sha256
+from specedge.bundle import MANIFEST, Bundle, sha256
 from specedge.cachedir import cache_dir
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
+from specedge.manifest import Graph, Role
 from specedge.runtime.session import PREPARED_GRAPH, PREPARED_WEIGHTS, VERSION, Session
 
 WORTH_IT = 16 << 20  # bytes of weights; fewer are copied as fast as they are mapped

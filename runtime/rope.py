@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import Role
+from specedge.manifest import Role
 
 Array = npt.NDArray[np.generic]
 

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from specedge.bundle import Graph, TensorSpec
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
+from specedge.manifest import Graph, TensorSpec
 
 Array = npt.NDArray[np.generic]
 

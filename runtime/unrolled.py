@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specedge.bundle import Graph, Role, Unrolled
+from specedge.manifest import Graph, Role, Unrolled
 from specedge.runtime.cache import KVCache
 from specedge.runtime.delta_graph import Array, DeltaGraph
 from specedge.runtime.in_graph import InGraph

@@ -13,10 +13,11 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import tiny
-from specedge.bundle import Bundle, Role
+from specedge.bundle import Bundle
 from specedge.export.convert import convert
 from specedge.export.request import Request
 from specedge.export.weights import read_float32
+from specedge.manifest import Role
 from specedge.runtime import Engine, load
 from tiny import Array
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.bundle import KVLayout, Role, Rope
+from specedge.manifest import KVLayout, Role, Rope
 from specedge.runtime import accept
 from specedge.runtime.accept import Accepted
 from specedge.runtime.law import Law

@@ -31,12 +31,13 @@ from bundles import (
     stored,
 )
 from checkpoints import any_blocks, damaged, rewrite_gguf
-from specedge.bundle import Bundle, Weight, open_bundle
+from specedge.bundle import Bundle, open_bundle
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export.checkpoint import open_checkpoint
 from specedge.export.request import INT4, INT8
 from specedge.export.weights import block_size
+from specedge.manifest import Weight
 from specedge.quant.scheme import GROUPS, Scheme
 from specedge.runtime import load
 from specedge.runtime.agreement import walk

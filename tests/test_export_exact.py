@@ -13,11 +13,12 @@ from gguf import GGMLQuantizationType
 import tiny
 from bundles import compute_in_float, graphs, locations, make, names, stored
 from checkpoints import any_blocks, refuse, rewrite_gguf
-from specedge.bundle import Bundle, Weight, open_bundle
+from specedge.bundle import Bundle, open_bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import open_checkpoint
 from specedge.export.request import INT4, INT8
 from specedge.export.weights import read_float32
+from specedge.manifest import Weight
 from specedge.quant.scheme import Scheme
 from specedge.runtime import load
 from specedge.runtime.agreement import walk, width_agreement

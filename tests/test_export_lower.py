@@ -16,7 +16,7 @@ from onnx import helper
 import tiny
 from bundles import SHAPE, Models, feed, make, run
 from checkpoints import any_blocks, rewrite_gguf
-from specedge.bundle import Bundle, Weight, open_bundle
+from specedge.bundle import Bundle, open_bundle
 from specedge.devices.table import get_device
 from specedge.export import lower as lowering
 from specedge.export import to_onnx
@@ -26,6 +26,7 @@ from specedge.export.lower import lower
 from specedge.export.request import INT4, INT8, Request
 from specedge.export.roles import Place, delta_body, layout_of
 from specedge.export.weights import Stored, WeightWriter, read_float32
+from specedge.manifest import Weight
 from specedge.progress import silent
 from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme

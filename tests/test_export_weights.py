@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specedge.bundle import Extent, Weight
 from specedge.export.weights import Stored, WeightWriter, read_float32, side_by_side
+from specedge.manifest import Extent, Weight
 from specedge.quant.pack import Quantized
 from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme

@@ -19,13 +19,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "progress": set(),
     "cachedir": {"errors"},
-    "bundle": {"errors"},
-    "devices": {"errors", "bundle"},
-    "quant": {"errors", "bundle", "devices"},
-    "export": {"errors", "progress", "cachedir", "bundle", "devices", "quant"},
-    "runtime": {"errors", "progress", "cachedir", "bundle", "devices"},
+    "manifest": set(),
+    "manifest_checks": {"errors", "manifest"},
+    "bundle": {"errors", "manifest", "manifest_checks"},
+    "devices": {"errors", "manifest", "bundle"},
+    "quant": {"errors", "manifest", "bundle", "devices"},
+    "export": {"errors", "progress", "cachedir", "manifest", "bundle", "devices", "quant"},
+    "runtime": {"errors", "progress", "cachedir", "manifest", "bundle", "devices"},
 }
-PROVERS = {f"specedge/export/{name}.py" for name in ("cli", "validate", "validate_eagle", "validate_heads")}  # those of export that run bundles
+# those of export that run bundles
+PROVERS = {f"specedge/export/{name}.py" for name in ("cli", "validate", "validate_eagle", "validate_heads")}
 
 
 def wrong_imports(file: str, source: str) -> list[str]:

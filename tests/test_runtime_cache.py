@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bundles
-from specedge.bundle import KVLayout, open_bundle
+from specedge.bundle import open_bundle
 from specedge.devices.table import get_device
+from specedge.manifest import KVLayout
 from specedge.runtime.cache import KVCache
 from specedge.runtime.model import Model
 from specedge.runtime.sequence import Sequence as ModelSequence

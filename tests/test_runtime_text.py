@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import bundles
 from specedge import bundle as bundle_file
-from specedge.bundle import Bundle, File, Manifest
+from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
+from specedge.manifest import File, Manifest
 from specedge.runtime import Engine, Sampling, load
 from specedge.runtime.text import TextStream, Tokenizer
 from tiny import CHATML, SPECIAL_TOKENS, byte_id, deterministic_chain, f_chain, f_self, f_tok

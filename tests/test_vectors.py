@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from make_vectors import FILES, FOLDER, Case, main, role_of, text_of
-from specedge.bundle import KVLayout
+from specedge.manifest import KVLayout
 from specedge.runtime.cache import KVCache
 from specedge.runtime.law import Law
 from specedge.runtime.philox import Purpose, philox4x32, uniform, uniforms

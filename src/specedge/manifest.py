@@ -1,0 +1,207 @@
+"""The records of a bundle's manifest, and their JSON form."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+SCHEMA = 4
+VOCABULARY = "vocabulary"
+"""The weight int32 [Vd] that says which ids of the target a head's own are, ascending; without it they are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One graph input or output; a symbolic dimension is a name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One step graph; `width` is None where the width is symbolic."""
+
+    file: str
+    width: int | None
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    ops: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where an array lies in the weight file."""
+
+    offset: int
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One checkpoint tensor as stored: its own shape, and parts "values", or "codes", "scales" and what zero needs.
+
+    That is nothing, "zero_points", or "minima" with the "offsets" a graph makes up for them with. `source` is the type it
+    had in the checkpoint; `exact` says that no value changed.
+    """
+
+    name: str
+    scheme: str
+    shape: tuple[int, ...]
+    parts: dict[str, Extent]
+    source: str
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions, made by the host: angle = position * inv_freq, cos and sin times `scaling`."""
+
+    inv_freq: tuple[float, ...]
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of each of the 2 x `layers` buffers: [1, heads, slots, head_dim], the last two with what the form pads."""
+
+    layers: int
+    heads: int
+    slots: int
+    head_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unrolled:
+    """A chain or tree that a drafter makes in one call: the paths of its nodes, and the graph (docs/contract.md)."""
+
+    paths: tuple[tuple[int, ...], ...]
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model of the bundle: its graphs and what the host must know to feed them.
+
+    `taps` are what its graphs give (a target) or read (an EAGLE head) besides: the residual streams entering these blocks, -1
+    for what feeds the LM head. An EAGLE head reads the text with the graphs `first` and its own drafts with `graphs`.
+    """
+
+    model_type: str
+    form: str
+    context: int
+    chunk: int
+    vocab_size: int
+    mask_value: float
+    rope: Rope
+    kv: KVLayout
+    taps: tuple[int, ...]
+    weight_file: str
+    weights: tuple[Weight, ...]
+    graphs: tuple[Graph, ...]
+    first: tuple[Graph, ...]
+    unrolled: tuple[Unrolled, ...]
+
+    @property
+    def widest(self) -> int:
+        """Most tokens one step takes: the widest graph, or the prefill chunk where the width is symbolic."""
+        return max(self.chunk if graph.width is None else graph.width for graph in self.graphs)
+
+    @property
+    def all_graphs(self) -> tuple[Graph, ...]:
+        return (*self.graphs, *self.first, *(unrolled.graph for unrolled in self.unrolled))
+
+    @property
+    def quantised(self) -> bool:
+        return _quantised(self.weights)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes a step reads: every stored tensor once."""
+        return sum(extent.bytes for weight in self.weights for extent in weight.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A draft head that reads the target's `hidden` output: `depth` tokens far at most, of `vocab_size` ids.
+
+    Its graph lies at the top of the bundle, beside the folders of the weights it reads: its own and the target's.
+    """
+
+    kind: str
+    depth: int
+    hidden: int
+    vocab_size: int
+    weight_file: str
+    weights: tuple[Weight, ...]
+    graph: Graph
+
+    @property
+    def quantised(self) -> bool:
+        return _quantised(self.weights)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its own that a call reads."""
+        return sum(extent.bytes for weight in self.weights for extent in weight.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Size and SHA-256 of a file that convert wrote."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a role came from."""
+
+    name: str
+    license: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole contract of a bundle. `allowed_ids` is the number of ids the tokenizer knows; rows beyond are masked.
+
+    `tree` lists the paths of the draft tree (docs/contract.md), none for chains.
+    """
+
+    schema: int
+    tools: dict[str, str]
+    sources: dict[str, Source]
+    device: str
+    widths: tuple[int, ...]
+    context: int
+    allowed_ids: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    drafters: tuple[str, ...]
+    tree: tuple[tuple[int, ...], ...]
+    roles: dict[str, Role]
+    heads: dict[str, Head]
+    files: dict[str, File]
+
+    def to_json(self) -> str:
+        """Deterministic text: same records, same bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def _quantised(weights: tuple[Weight, ...]) -> bool:
+    return any("codes" in weight.parts for weight in weights)
+
+
+def is_tree(paths: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether these are different paths of ranks, each one's beginning among them."""
+    known = {(), *paths}
+    return len(known) == len(paths) + 1 and all(path[:-1] in known and min(path) >= 0 for path in paths if path)
+
+
+def highest_rank(paths: tuple[tuple[int, ...], ...]) -> int:
+    """The last choice that any of these paths takes: so many ids and one a model must have."""
+    return max((rank for path in paths for rank in path), default=0)
