@@ -1,9 +1,9 @@
 """Drafting in one call against the same steps through single calls, in turns.
 
-    python benchmarks/one_call.py MODEL [--kind eagle|draft] [--draft-vocab 8192] [--gammas 2,4,8] [--past 200] [--json FILE]
+    python benchmarks/one_call.py MODEL [--layers N] [--draft-vocab 8192] [--gammas 2,4,8] [--past 200] [--json FILE]
 
-The EAGLE-3 head is random and of the model's own sizes (its drafts are never right, which costs the same); the draft model is
-MODEL itself. Times are of a whole proposal: two new tokens are read, then gamma are drafted.
+Drafts come from a random EAGLE-3 head of the model's own sizes, or with --layers from a random draft model of so many of its
+layers: they are never right, which costs the same. Times are of a whole proposal: two new tokens are read, then gamma drafted.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import click
 import numpy as np
 import onnxruntime
 from safetensors.numpy import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specedge.export.checkpoint import open_checkpoint
 from specedge.export.convert import convert
@@ -66,6 +67,21 @@ def write_head(target: DecoderConfig, drafts: int, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
+def write_draft(target: DecoderConfig, layers: int, folder: Path) -> None:
+    """A random Llama of so many layers."""
+    config = LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden,
+        intermediate_size=target.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=target.heads,
+        num_key_value_heads=target.kv_heads,
+        max_position_embeddings=target.max_positions,
+        tie_word_embeddings=target.tied,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
 def _taps(target: DecoderConfig) -> tuple[int, ...]:
     return 2, target.layers // 2, target.layers - 3
 
@@ -88,24 +104,26 @@ def block(engine: Engine, drafter: Drafter, text: list[int], shape: TreeShape) -
 
 @click.command()
 @click.argument("model")
-@click.option("--kind", type=click.Choice(["eagle", "draft"]), default="eagle", show_default=True)
+@click.option("--layers", type=click.IntRange(min=1), help="Draft with a model of so many layers.")
 @click.option("--draft-vocab", type=click.IntRange(min=1), default=8192, show_default=True)
 @click.option("--gammas", default="2,4,8", show_default=True)
 @click.option("--past", type=click.IntRange(min=2), default=200, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path))
-def main(model: str, kind: str, draft_vocab: int, gammas: str, past: int, json_file: Path | None) -> None:
+def main(model: str, layers: int | None, draft_vocab: int, gammas: str, past: int, json_file: Path | None) -> None:
     """Print milliseconds of a proposal in one call, through single calls, and their ratio."""
     lengths = [int(gamma) for gamma in gammas.split(",")]
     results = []
     with tempfile.TemporaryDirectory() as place:
-        head, widths = Path(place) / "head", (1, *(gamma + 1 for gamma in lengths))
-        if kind == "eagle":
-            target = open_checkpoint(model).config
-            head.mkdir()
-            write_head(target, draft_vocab, head)
-            request = Request(model, Path(place) / "bundle", eagle=str(head), eagle_taps=_taps(target), widths=widths)
+        checkpoint, source, widths = open_checkpoint(model), Path(place) / "drafter", (1, *(gamma + 1 for gamma in lengths))
+        target = checkpoint.config
+        source.mkdir()
+        if layers is None:
+            write_head(target, draft_vocab, source)
+            request = Request(model, Path(place) / "bundle", eagle=str(source), eagle_taps=_taps(target), widths=widths)
         else:
-            request = Request(model, Path(place) / "bundle", draft=model, widths=widths)
+            write_draft(target, layers, source)
+            checkpoint.save_tokenizer(source)
+            request = Request(model, Path(place) / "bundle", draft=str(source), one_call=True, widths=widths)
         engine = load(convert(request).path)
         text = engine.encode(PROSE)[:past]
         for name, sampling in (("greedy", Sampling()), ("temperature 0.8", Sampling(0.8, seed=1))):
@@ -126,7 +144,7 @@ def main(model: str, kind: str, draft_vocab: int, gammas: str, past: int, json_f
                 )
     if json_file is not None:
         environment = {"machine": platform.machine(), "cpus": os.cpu_count(), "onnxruntime": onnxruntime.__version__}
-        settings = {"kind": kind, "draft_vocab": draft_vocab, "past": past}
+        settings = {"layers": layers, "draft_vocab": draft_vocab, "past": past}
         json_file.write_text(
             json.dumps({"environment": environment, "settings": settings, "results": results}, indent=1) + "\n"
         )

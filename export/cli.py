@@ -60,6 +60,12 @@ def fetch_command(name: str) -> None:
 @click.option(
     "--tree", type=click.Path(path_type=Path), help="Draft this tree: a JSON list of paths of ranks, [[0], [1], [0, 0]]."
 )
+@click.option(
+    "--one-call/--single-steps",
+    "one_call",
+    default=None,
+    help="How a draft model drafts (default: as is faster on the device; EAGLE heads do in one call).",
+)
 @click.option("--context", type=int, help="Tokens a text may have (default: 1024, or what the model was made for).")
 @click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a prefill step.")
 @click.option(
@@ -96,6 +102,7 @@ def convert_command(
     gamma: int | None,
     widths: str | None,
     tree: Path | None,
+    one_call: bool | None,
     context: int | None,
     chunk: int,
     weights: str,
@@ -130,6 +137,7 @@ def convert_command(
         widths=_numbers("--widths", widths) if gamma is None else (1, gamma + 1),
         context=context,
         chunk=chunk,
+        one_call=one_call,
         tree=read_shape(tree).paths if tree else (),
         body=_weight_form(weights, group or "32", not asymmetric),
         head=_weight_form(head, group or "32", not asymmetric),

@@ -55,7 +55,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         roles = {}
         if draft:
             _check_vocabulary(folder, has_tokenizer, target, draft)
-            roles["draft"] = write_model("draft", draft, widths, place, drafts=drafted)
+            one_call = device.one_call if request.one_call is None else request.one_call
+            roles["draft"] = write_model("draft", draft, widths, place, drafts=drafted if one_call else ())
         taps = eagle.config.taps if eagle else (NORMED,) if medusa else ()
         roles["target"] = write_model("target", target, verify, place, taps)
         if eagle:

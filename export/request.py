@@ -28,6 +28,7 @@ class Request:
     widths: tuple[int, ...] | None = None  # the device's own
     context: int | None = None  # 1024, or fewer where a model was made for fewer
     chunk: int = 64
+    one_call: bool | None = None  # whether a draft model drafts in one call; None: as the device row says
     tree: tuple[tuple[int, ...], ...] = ()  # paths of the draft tree (docs/contract.md); none: chains
     body: Scheme | str = INT4
     head: Scheme | str = INT8
@@ -50,6 +51,8 @@ class Request:
             )
         if self.tree and not named:
             raise UsageError("tree: prompt lookup drafts chains only; give --draft, --medusa or --eagle or leave the tree out")
+        if self.one_call is not None and not self.draft:
+            raise UsageError("one_call: only a draft model has that choice; give --draft or leave it out")
         if self.eagle_taps is not None and not self.eagle:
             raise UsageError("eagle_taps: say what an EAGLE head reads; give --eagle or leave them out")
         if "float16" in (self.body, self.head) and self.body != self.head:
