@@ -65,13 +65,9 @@ class Composer:
     def __post_init__(self) -> None:
         layout, half = self.layout, self.layout.half
         self.width: int | str = "T" if layout.width is None else layout.width
-        rows = (
-            self.width
-            if not self.rows_more
-            else f"T+{self.rows_more}"
-            if layout.width is None
-            else layout.width + self.rows_more
-        )
+        rows = f"T+{self.rows_more}" if layout.width is None and self.rows_more else self.width
+        if layout.width is not None:
+            rows = layout.width + self.rows_more
         slots = "total" if layout.slots is None or isinstance(rows, str) else layout.slots + rows
         self.ids = self.input("input_ids", ir.DataType.INT32, [1, self.width])
         self.features = None
@@ -140,8 +136,8 @@ class Composer:
             "attention_bias": self._between(self._between(self.bias, rows, 2), slice(0, rows.stop), 3),
         }
         given |= {f"past_{name}": value for name, value in past.items()}
-        if features is not None or self.features is not None:
-            given["features"] = features if features is not None else self.features  # type: ignore[assignment]  # one is there
+        if read := features or self.features:
+            given["features"] = read
         values: dict[ir.Value | None, ir.Value | None] = {None: None}
         for value in body.model.graph.inputs:
             assert value.name and value.dtype and value.shape is not None
