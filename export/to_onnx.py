@@ -161,8 +161,10 @@ def trace_open(config: DecoderConfig | EagleConfig, drafts: bool, dtype: str) ->
     """A step of symbolic width and past without LM head, for `unroll` to compose graphs of."""
     if isinstance(config, DecoderConfig):
         config = _without_rope(config)
-    else:
-        config = dataclasses.replace(config, decoder=_without_rope(config.decoder))
+    else:  # nor is the LM head part of it, or whose the embedding is
+        config = dataclasses.replace(
+            config, decoder=_without_rope(config.decoder), draft_vocab_size=0, own_embedding=True, own_head=True
+        )
     return ir.from_proto(onnx.load(io.BytesIO(_trace_open(config, drafts, dtype))))
 
 
