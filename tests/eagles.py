@@ -237,7 +237,7 @@ class Chains:
         else:
             options["draft"] = str(self.draft(name))
         chain = (1, 8) if device == "cpu-static" else (1, 4)
-        options |= {"widths": (1,), "tree": TREE} if kind == "tree" else {"widths": chain}
+        options = ({"widths": (1,), "tree": TREE} if kind == "tree" else {"widths": chain}) | options
         source = self.target(self.heads[name][0] if name in self.heads else self.drafts[name])
         return make(source, output, device=device, context=64, chunk=8, **options)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import tiny
-from eagles import CHAIN, SOME, TREE, Chains, Draft, Head, reference
+from eagles import CHAIN, EVEN, SOME, TREE, Chains, Draft, Head, reference
 from specedge.runtime import Engine, Result, Sampling, TreeShape
 from specedge.runtime.cache import KVCache
 from specedge.runtime.decode import decode, prefill
@@ -198,7 +198,7 @@ class Compared:
 def largest_difference(one: KVCache, other: KVCache, length: int) -> float:
     """Of the first `length` columns of two caches."""
     pairs = zip(one.buffers(), other.buffers(), strict=True)
-    columns = [(np.asarray(mine[:, :, :length], np.float64), true[:, :, :length]) for (_, mine), (_, true) in pairs]
+    columns = [(mine[:, :, :length].astype(float), true[:, :, :length].astype(float)) for (_, mine), (_, true) in pairs]
     return max(float(np.abs(mine - true).max()) for mine, true in columns)
 
 
@@ -336,6 +336,17 @@ def test_banned_ids_are_never_drafted(chains: Chains, name: str, kind: str, devi
                 drafter = engine.new_drafter(Rule(rule.name, rule.choose, rule.judge, None))
                 prefill(engine.target, drafter, PROMPT)
                 assert drafter.propose(PROMPT, shape).tree == proposal.tree
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_drafted_by_steps(chains: Chains) -> None:
+    """As far as there are ids: no graph could choose fourteen of twelve."""
+    wide = tuple((rank,) for rank in range(len(EVEN) + 2))
+    engine = chains("even3", "cpu", "tree", tree=wide)
+    assert engine.expansions == ()
+    for sampling in (Sampling(), Sampling(1.0)):
+        result = engine.generate([0, 2], sampling, 12)
+        assert result.ids == [(4 + 2 * index) % CHAIN for index in range(12)]
+        assert result.stats.per_round == [(len(EVEN), 1)] * 6
 
 
 # ---- recorded log-probabilities (F-RESCORE)
