@@ -201,8 +201,8 @@ def test_what_a_graph_cannot_choose_is_left_to_steps(chains: Chains, name: str) 
         for penalty in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
             assert not in_graph(rule, temperature=1.0, **{penalty: 0.5})
     engine = chains(name, "cpu", "tree")
-    hot: dict[str, Any]
-    for hot in ({"temperature": 0.02}, {"temperature": 200.0}, {"temperature": 1.0, "repetition_penalty": 1.2}):
+    others: list[dict[str, Any]] = [{"temperature": 0.02}, {"temperature": 200.0}]
+    for hot in (*others, {"temperature": 1.0, "repetition_penalty": 1.2}):
         sampling = Sampling(seed=7, **hot)
         ids = engine.generate(PROMPT, sampling, 24, tree=STORED).ids
         assert ids == engine.generate(PROMPT, sampling, 24, tree=STORED).ids and len(ids) == 24
@@ -219,11 +219,8 @@ def test_rules_that_follow_the_plain_text_do_so_in_one_call(chains: Chains, name
     accepted = 0
     for kind in KINDS:
         engine = chains(name, device, kind)
-        for rule, settings in (
-            ("point-mass", {}),
-            ("coupled", {}),
-            ("coupled", {"top_k": 4, "top_p": 0.9, "logit_bias": {3: 2.0}}),
-        ):
+        filters: dict[str, Any] = {"top_k": 4, "top_p": 0.9, "logit_bias": {3: 2.0}}
+        for rule, settings in (("point-mass", {}), ("coupled", {}), ("coupled", filters)):
             for seed in range(6):
                 sampling = Sampling(0.8, seed=seed, **settings)
                 plain = engine.generate(PROMPT, sampling, 24, speculate=False, rule=rule).ids
