@@ -16,7 +16,7 @@ from specedge.runtime.drafters import DraftModel
 from specedge.runtime.model import Model
 from specedge.runtime.rules import RULES, make_rule
 from specedge.runtime.sampler import Sampler
-from specedge.runtime.tree import Proposal
+from specedge.runtime.tree import Proposal, TokenTree
 from specedge.runtime.unrolled_agreement import unrolled_agreement
 from test_runtime_eagle import (
     CHAINS,
@@ -120,7 +120,8 @@ class Compared(DraftModel):
         opened = Model(engine.bundle, "draft", get_device(engine.device.name), 1)
         self.mine, self.afresh = opened.sequence(), opened.sequence()
         self._other = opened.unrolling(self.afresh)
-        self._model, self._temperature = model, sampling.temperature
+        self._model, self._sampling = model, sampling
+        self._before: tuple[list[int], TreeShape, TokenTree] | None = None
         self.checked = 0
         super().__init__(self.mine, self._new_rule(), opened.unrolling(self.mine))
 
@@ -128,6 +129,7 @@ class Compared(DraftModel):
         found = super().propose(history, shape)
         if not shape.parents:
             return found
+        self._before = list(history), shape, found.tree
         other = DraftModel(self.afresh, self._new_rule(), self._other)
         other.begin(history)
         expected = other.propose(list(history), shape)
@@ -136,11 +138,22 @@ class Compared(DraftModel):
             assert found.q and expected.q
             law = found.q(node).dense(CHAIN)
             np.testing.assert_allclose(law, expected.q(node).dense(CHAIN), atol=1e-4)
-            true = tiny.hf_logits(self._model, [*history, *found.tree.path(node)])[-1].astype(np.float64) / self._temperature
+            true = tiny.hf_logits(self._model, [*history, *found.tree.path(node)])[-1].astype(np.float64)
+            true[list(self._sampling.banned_ids)] = -np.inf
+            true /= self._sampling.temperature
             np.testing.assert_allclose(law, np.exp(true - true.max()) / np.exp(true - true.max()).sum(), atol=1e-3)
             self.checked += 1
         assert largest_difference(self.mine.cache, self.afresh.cache, len(history)) <= 1e-5
         return found
+
+    def _rewind(self, history: Sequence[int]) -> None:
+        """Nothing that was drafted and then emitted is read again, but for leaves, which were never fed."""
+        super()._rewind(history)
+        if self._before is None or len(self._before[2].tokens) < len(self._before[1].parents):
+            return
+        text, _, tree = self._before
+        fed = [node for node in tree.follow(history[len(text) : -1]) if tree.children(node)]
+        assert self.mine.length >= len(text) + len(fed)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,6 +164,8 @@ def test_a_proposal_is_that_of_a_draft_that_reads_the_whole_text(
     """Calls and steps in turn, whatever was accepted, plain rounds and ids left out among it; and q is the draft's law."""
     engine = chains("draft", device, kind)
     settings: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 1.5}, {"banned_ids": [3, 4, 5, 6]}]
+    settings += [{"temperature": 1.0, "banned_ids": [token for token in range(CHAIN) if token not in (3, 9)]}]
+    lengths = set()
     for seed, sampling in enumerate(Sampling(seed=seed, **each) for seed, each in enumerate(settings)):
         drafter = Compared(engine, None, sampling, draft)
         script = Script(seed, [*CHAINS[:4], NOTHING, STORED, STORED, SKEWED, SIBLINGS, DEEP])
@@ -158,8 +173,9 @@ def test_a_proposal_is_that_of_a_draft_that_reads_the_whole_text(
         prefill(engine.target, drafter, PROMPT)
         rounds = list(decode(engine.target, drafter, script, rule.judge, PROMPT, CONTEXT - len(PROMPT), ()))
         assert sum(len(each.tokens) for each in rounds) == CONTEXT - len(PROMPT)
-        lengths = {len(each.nodes) for each in rounds if each.tree.tokens}
-        assert lengths >= {0, 1, 2} and (drafter.checked > 10) == (not sampling.greedy)
+        lengths |= {len(each.nodes) for each in rounds if each.tree.tokens}
+        assert (drafter.checked > 10) == (not sampling.greedy)
+    assert lengths >= {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("device", DEVICES)
