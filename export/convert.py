@@ -44,7 +44,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     eagle = open_eagle(request.eagle, target.config, request.eagle_taps) if request.eagle else None
     context = _context(request, [checkpoint for checkpoint in (target, draft) if checkpoint])
     verify = _widths(request, device, context)
-    drafted, widths = _drafts(request, verify), _draft_widths(request.tree, context)
+    ids = eagle.config.draft_vocab_size if eagle else draft.config.vocab_size if draft else 0
+    drafted, widths = _drafts(request, verify, ids), _draft_widths(request.tree, context)
     with new_folder(request.output, request.force) as folder:
         place = Place(folder, device, context, request, progress)
         has_tokenizer = target.save_tokenizer(folder)
@@ -116,14 +117,17 @@ def _draft_widths(tree: tuple[tuple[int, ...], ...], context: int) -> list[int]:
     return sorted({width for width in (1, 2, *levels.values()) if width <= context})
 
 
-def _drafts(request: Request, verify: Iterable[int]) -> list[tuple[Ranks, ...]]:
-    """What is drafted in one call: a chain as long as every width verifies, and the tree if siblings' ranks have no gaps."""
+def _drafts(request: Request, verify: Iterable[int], ids: int) -> list[tuple[Ranks, ...]]:
+    """What is drafted in one call: a chain as long as every width verifies, and the tree.
+
+    The tree only if siblings' ranks have no gaps and are not more than the drafter has `ids`.
+    """
     gammas = {width - 1 for width in verify if width > 1 and (request.widths or width - 1 <= _LONGEST)}
     gammas -= {len(request.tree)} if request.tree else set()
     chains = [tuple((0,) * depth for depth in range(1, gamma + 1)) for gamma in sorted(gammas)]
     ranks = set(request.tree)
     whole = all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in ranks for path in ranks)
-    return [*chains, request.tree] if ranks and whole else chains
+    return [*chains, request.tree] if ranks and whole and highest_rank(request.tree) < ids else chains
 
 
 def _check_vocabulary(folder: Path, has_tokenizer: bool, target: Checkpoint, draft: Checkpoint) -> None:

@@ -46,7 +46,9 @@ def trace_delta(config: DecoderConfig, dtype: str, taps: tuple[int, ...] = ()) -
 
 def trace_eagle(config: EagleConfig, drafts: bool, dtype: str) -> ir.Model:
     """The same of an EAGLE head that reads the target's features, or with `drafts` what it fed back."""
-    return _fresh(_trace_eagle(dataclasses.replace(config, decoder=_without_rope(config.decoder)), drafts, dtype))
+    layer = _without_rope(config.decoder)  # and whose embedding or LM head it is, and how many rows that has, is no matter
+    alike = dataclasses.replace(config, decoder=layer, draft_vocab_size=0, own_embedding=False, own_head=False)
+    return _fresh(_trace_eagle(alike, drafts, dtype))
 
 
 def trace_medusa(config: MedusaConfig, dtype: str) -> ir.Model:

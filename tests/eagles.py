@@ -1,18 +1,22 @@
 """Tiny EAGLE heads in every published layout, and what they compute, written from the formulas of docs/head_layouts.md."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from bundles import make
 from specedge.export.families import DecoderConfig, read_config
+from specedge.runtime import Engine, load
+from tiny import LOG_ZERO, Array, deterministic_chain, f_chain, noisy_lm_head, random_chain
 
 Tensors = dict[str, Tensor]
 Layout = Callable[[Tensors], Tensors]
@@ -111,6 +115,152 @@ def maps(ids: Tensor, vocab: int = VOCAB) -> Tensors:
     return {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(vocab), ids)}
 
 
+# ---- heads of an F-CHAIN target of CHAIN ids (and as many hidden values), all of one config per generation
+
+CHAIN = HEADS * HEAD_DIM  # a value of the heads for every id
+TAPS = (0, 1, 2)  # all there are: its two layers' inputs and what leaves the last
+
+
+def chain_target(folder: Path, law: Array, noise: float = 0.0, seed: int = 0) -> Path:
+    """F-CHAIN of two layers, which with `noise` also say something, so that the text depends on the cache."""
+    f_chain(folder, law, num_hidden_layers=2, num_key_value_heads=KV_HEADS, max_position_embeddings=64)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for name in sorted(tensors):
+        if "o_proj" in name or "down_proj" in name:
+            tensors[name] += noise * torch.randn(tensors[name].shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def chain_eagle1(target: Array, law: Array, noise: float = 0.0) -> Head:
+    """Drafts the token after t from `law`[t], with the LM head of the F-CHAIN target of the law `target`.
+
+    Its fc makes of the embedding, and of nothing else, what that LM head needs; its layer adds nothing.
+    """
+    shapes = {"fc.weight": (CHAIN, 2 * CHAIN)} | _layer("layers.0.", CHAIN, CHAIN, ())
+    drawn = draw(shapes)
+    wanted = torch.eye(CHAIN, dtype=torch.float64)
+    if law is not target:
+        wanted = torch.linalg.solve(_logits(target), _logits(law))
+    tensors = {name: noise * value for name, value in drawn.items()}
+    tensors["fc.weight"][:, :CHAIN] += wanted.float()
+    tensors["layers.0.post_attention_layernorm.weight"] = drawn["layers.0.post_attention_layernorm.weight"]
+    return Head(1, tensors)
+
+
+def chain_eagle3(law: Array, ids: Sequence[int] = range(CHAIN), noise: float = 0.0) -> Head:
+    """Drafts the token after t from what `law`[t] gives to `ids`, with an LM head of its own.
+
+    The embedding reaches that by way of the values of the cache: a row attends to itself, by its position; with `noise` to
+    all rows alike, and to what the target says.
+    """
+    shapes = {"fc.weight": (CHAIN, len(TAPS) * CHAIN)} | _layer("midlayer.", 2 * CHAIN, CHAIN, ())
+    tensors = {name: noise * value for name, value in draw(shapes).items()}
+    ones = ("norm.weight", "midlayer.input_layernorm.weight", "midlayer.post_attention_layernorm.weight")
+    tensors |= {name: torch.ones(CHAIN) for name in ones} | {"midlayer.hidden_norm.weight": torch.full((CHAIN,), noise)}
+    for name in ("q", "k"):
+        drawn = tensors.pop(f"midlayer.self_attn.{name}_proj.weight").repeat(1 if name == "q" else HEADS // KV_HEADS, 1)
+        real = torch.arange(CHAIN) % HEAD_DIM < HEAD_DIM // 2  # the embedding's values have one sum, whatever the token is
+        drawn[real, :CHAIN] += (2.0 if noise else 20.0) / CHAIN**0.5
+        tensors[f"midlayer.self_attn.{name}_proj.weight"] = drawn
+    drawn = tensors["midlayer.self_attn.v_proj.weight"].repeat(HEADS // KV_HEADS, 1)
+    drawn[:, :CHAIN] += torch.eye(CHAIN)
+    tensors["midlayer.self_attn.v_proj.weight"] = drawn
+    tensors["midlayer.self_attn.o_proj.weight"] += torch.eye(CHAIN)
+    tensors["lm_head.weight"] = _logits(law)[list(ids)].float()
+    if len(ids) < CHAIN:
+        tensors |= maps(torch.tensor(ids), CHAIN)
+    return Head(3, tensors, norm_before_residual=True, base=100.0)
+
+
+SURE = deterministic_chain(CHAIN, {})
+EVERY_OTHER = deterministic_chain(CHAIN, [(token + 2) % CHAIN for token in range(CHAIN)])
+EVEN = tuple(range(0, CHAIN, 2))
+SOME = tuple(token for token in range(CHAIN) if token % 3)
+MIXED = (SURE + random_chain(CHAIN, seed=1)) / 2  # of a target that with noise leaves it often
+P = random_chain(CHAIN, seed=1, sharpness=1.2)
+Q = (P + random_chain(CHAIN, seed=2)) / 2
+TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+NOISE = 0.1  # of heads; twice as much of the target
+
+
+class Chains:
+    """Targets, their heads and draft models, bundles of them and engines, each made when it is first asked for."""
+
+    targets: ClassVar[dict[str, tuple[Array, float]]] = {
+        "mixed": (MIXED, 2 * NOISE),
+        "sure": (SURE, 0.0),
+        "even": (EVERY_OTHER, 0.0),
+        "drawn": (P, 0.0),
+    }
+    heads: ClassVar[dict[str, tuple[str, Callable[[], Head]]]] = {
+        "eagle1": ("mixed", lambda: chain_eagle1(MIXED, MIXED, NOISE)),
+        "eagle3": ("mixed", lambda: chain_eagle3(MIXED, noise=NOISE)),
+        "some3": ("mixed", lambda: chain_eagle3(MIXED, SOME, NOISE)),
+        "sure1": ("sure", lambda: chain_eagle1(SURE, SURE)),
+        "even3": ("even", lambda: chain_eagle3(EVERY_OTHER, EVEN)),
+        "drawn1": ("drawn", lambda: chain_eagle1(P, Q)),
+        "drawn3": ("drawn", lambda: chain_eagle3(Q, SOME)),
+    }
+    drafts: ClassVar[dict[str, str]] = {"draft": "mixed", "drawn": "drawn"}
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._engines: dict[str, Engine] = {}
+
+    def target(self, name: str) -> Path:
+        folder = self._place / name
+        if not folder.exists():
+            law, noise = self.targets[name]
+            chain_target(folder, law, noise)
+        return folder
+
+    def head(self, name: str) -> Head:
+        return self.heads[name][1]()
+
+    def draft(self, name: str) -> Path:
+        folder = self._place / f"{name} draft"
+        if not folder.exists() and name == "draft":
+            noisy_lm_head(self.target("mixed"), folder, sigma=0.2)
+        elif not folder.exists():
+            chain_target(folder, Q)
+        return folder
+
+    def path(self, name: str, device: str, kind: str, **options: Any) -> Path:
+        """The bundle: of `kind` "chain", with a chain of 3 (7 on cpu-static) drafted in one call, or "tree", with TREE."""
+        output = self._place / "-".join((name, device, kind, *map(str, options.values())))
+        if output.exists():
+            return output
+        if name in self.heads:
+            folder = save_chained(self._place / f"{name} head", self.head(name))
+            options |= {"eagle": str(folder), "eagle_taps": TAPS if self.head(name).generation == 3 else None}
+        else:
+            options |= {"draft": str(self.draft(name)), "one_call": True}
+        chain = (1, 8) if device == "cpu-static" else (1, 4)
+        options = ({"widths": (1,), "tree": TREE} if kind == "tree" else {"widths": chain}) | options
+        source = self.target(self.heads[name][0] if name in self.heads else self.drafts[name])
+        return make(source, output, device=device, context=64, chunk=8, **options)
+
+    def __call__(self, name: str, device: str, kind: str, fresh: bool = False, **options: Any) -> Engine:
+        """An engine over it, a new one if `fresh`."""
+        path = self.path(name, device, kind, **options)
+        if fresh:
+            return load(path, threads=1)
+        if str(path) not in self._engines:
+            self._engines[str(path)] = load(path, threads=1)
+        return self._engines[str(path)]
+
+
+def save_chained(folder: Path, head: Head) -> Path:
+    return save(folder, head.tensors, plain(rope_theta=head.base, norm_before_residual=head.norm_before_residual or None))
+
+
+def _logits(law: Array) -> Tensor:
+    """The LM head of the F-CHAIN model of this law."""
+    with np.errstate(divide="ignore"):
+        return torch.from_numpy(np.maximum(np.log(law), LOG_ZERO).T / len(law) ** 0.5)
+
+
 # ---- layouts: from SafeAILab's names to the others
 
 
@@ -181,14 +331,22 @@ class Draft:
     tokens: list[int]  # fed to the rows
 
 
-def reference(head: Head, features: Tensor, tokens: list[int], steps: int, embedding: Tensor, lm_head: Tensor) -> Draft:
+def reference(
+    head: Head,
+    features: Tensor,
+    tokens: list[int],
+    steps: int,
+    embedding: Tensor,
+    lm_head: Tensor,
+    path: Sequence[int] | None = None,
+) -> Draft:
     """Logits after every row of `features` [P, .] with its following token, and after `steps` more, fed by the head itself.
 
-    `embedding` and `lm_head` are the target's.
+    `embedding` and `lm_head` are the target's; `path` is fed in the place of what the head would choose.
     """
     t, tokens = head.tensors, list(tokens)
     embedding = t.get("embed_tokens.weight", embedding)
-    ids = torch.arange(len(t["d2t"])) + t["d2t"] if "d2t" in t else torch.arange(VOCAB)
+    ids = torch.arange(len(t["d2t"])) + t["d2t"] if "d2t" in t else torch.arange(len(lm_head))
     lm_head = t.get("lm_head.weight", lm_head[ids])
     g = features
     if head.generation == 3:
@@ -203,7 +361,7 @@ def reference(head: Head, features: Tensor, tokens: list[int], steps: int, embed
         logits = normed @ lm_head.T
         if len(tokens) == len(features) + steps:
             return Draft(logits, tokens)
-        tokens.append(int(ids[logits[-1].argmax()]))
+        tokens.append(int(ids[logits[-1].argmax()]) if path is None else path[len(tokens) - len(features)])
         g = torch.cat((g, (normed if head.feeds_back_normed else out)[-1:]))
 
 
@@ -219,10 +377,10 @@ def _run_layer(head: Head, g: Tensor, e: Tensor) -> Tensor:
         normed = _norm(g, t[at + "hidden_norm.weight"])
         x = torch.cat((_norm(e, t[at + "input_layernorm.weight"]), normed), -1)
         residual = normed if head.norm_before_residual else g
-    q, k, v = (linear(x, f"self_attn.{name}").view(rows, -1, HEAD_DIM).transpose(0, 1) for name in "qkv")
+    q, k, v = (linear(x, f"self_attn.{name}").view(rows, -1, HEAD_DIM).transpose(0, 1) for name in "qkv")  # [heads, rows, D]
     angles = torch.outer(torch.arange(rows), head.base ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)) / head.factor
     q, k = _rotate(q, angles), _rotate(k, angles)
-    k, v = (part.repeat_interleave(HEADS // KV_HEADS, 0) for part in (k, v))
+    k, v = (part.repeat_interleave(HEADS // len(part), 0) for part in (k, v))
     scores = (q @ k.transpose(1, 2)) / HEAD_DIM**0.5
     scores = scores.masked_fill(torch.ones(rows, rows).triu(1).bool(), -torch.inf)
     residual = residual + linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(rows, -1), "self_attn.o")

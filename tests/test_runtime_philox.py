@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy.stats import kstest
+from scipy.stats import chisquare, kstest
 
+from specedge.runtime.in_graph import InGraph, gumbel
 from specedge.runtime.law import Law
-from specedge.runtime.philox import WORD, Numbers, Purpose, philox4x32, uniform, uniforms
+from specedge.runtime.philox import WORD, Numbers, Purpose, draft_uniforms, philox4x32, uniform, uniforms
 from specedge.runtime.sample import Sampling, filtered
+from specedge.runtime.sampler import Sampler
+from test_runtime_sampling_laws import chi_square
 
 words = st.one_of(st.integers(0, WORD), st.sampled_from([0, 1, WORD - 1, WORD]))
 seeds = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, WORD, 2**32, 2**64 - 1]))
@@ -98,6 +101,81 @@ def test_other_generators_are_left_alone() -> None:  # B48
     law.draw(uniform(3, 1, Purpose.TOKEN))
     uniforms(3, 1, Purpose.NOISE, np.arange(9))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # type: ignore[index]
+
+
+# ---- the numbers of drafting in one call
+
+
+def philox4x64(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x64-10 of Salmon et al. 2011, word by word."""
+    mask = 2**64 - 1
+    x0, x1, x2, x3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        first, second = 0xD2E7470EE14C6C93 * x0, 0xCA5A826395121157 * x2
+        x0, x1, x2, x3 = (second >> 64) ^ x1 ^ k0, second & mask, (first >> 64) ^ x3 ^ k1, first & mask
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
+    return x0, x1, x2, x3
+
+
+def test_philox_of_64_bits_gives_the_known_answers_of_random123() -> None:
+    """So that what follows rests on no other implementation."""
+    found = philox4x64((0, 0, 0, 0), (0, 0))
+    assert found == (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 37])
+@pytest.mark.parametrize("seed", [0, 5, 2**32 + 1, 2**63, 2**64 - 1])
+def test_drafts_of_one_call_have_numbers_of_their_own(seed: int, count: int) -> None:
+    for root, parent in ((0, 0), (0, 1), (17, 3), (2**31, 60)):
+        halves: list[int] = []
+        for block in range(1, 2 + count // 8):
+            for word in philox4x64((block, root, parent, 0), (seed, 4)):
+                halves += [word & WORD, word >> 32]
+        found = draft_uniforms(seed, root, parent, count)
+        assert found.dtype == np.float32 and len(found) == count
+        true = (np.array(halves[:count], np.float64) + 0.5) / 2**32
+        np.testing.assert_allclose(found, true, rtol=2e-7, atol=0)  # float32 beside float64
+        assert (found > 0).all() and (found <= 1).all()
+
+
+def test_other_seeds_roots_and_parents_give_other_numbers() -> None:
+    drawn = [
+        draft_uniforms(seed, root, parent, 16).tolist() for seed in (1, 2, 2**63) for root in (0, 1, 9) for parent in (0, 1, 2)
+    ]
+    assert len({tuple(numbers) for numbers in drawn}) == len(drawn)
+    assert len({number for numbers in drawn for number in numbers}) > 16 * len(drawn) - 3  # nor the same in another order
+
+
+def test_noise_is_finite_wherever_numbers_lie() -> None:
+    """The least and the largest of both kinds of numbers; they are clipped before they are added to logits."""
+    least, largest = np.float32(0.5 * 2**-32), np.float32(1.0)
+    noise = gumbel(np.array([least, 0.5, largest], np.float32))
+    assert (
+        noise.dtype == np.float32 and noise[0] == pytest.approx(22.87, abs=0.01) and noise[1] == pytest.approx(0.3665, abs=1e-3)
+    )
+    assert noise[2] == -np.inf
+    assert gumbel(np.array([0.0, 1 - 2**-53]))[0] == np.inf and gumbel(np.array([1 - 2**-53]))[0] > -4
+    extremes = np.array([[0.0, 1.0, 2**-53, 1 - 2**-53]])
+    in_graph = InGraph(Sampler(Sampling(100.0), 4, 1), lambda history, depths, ids: gumbel(extremes))
+    found = in_graph.noise([1], [0], np.arange(4), -30000.0)
+    assert np.isfinite(found).all() and found[0, 0] == 1e4 and found[0, 1] == -1e4
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_largest_sum_with_noise_has_the_law_of_the_logits(temperature: float) -> None:
+    """As draws without replacement do: the second of two is drawn from what the first left."""
+    logits = np.array([1.0, 0.0, -1.0, 2.0, 0.5, -2.0, 1.5, 0.0], np.float32)
+    scaled = logits.astype(np.float64) / temperature
+    law = np.exp(scaled) / np.exp(scaled).sum()
+    pairs = np.zeros((8, 8))
+    for root in range(5000):
+        order = (-(logits + np.float32(temperature) * gumbel(draft_uniforms(3, root, root % 3, 8)))).argsort()
+        pairs[order[0], order[1]] += 1
+    joint = law[:, None] * law / (1 - law)[:, None]
+    np.fill_diagonal(joint, 0)
+    assert chisquare(pairs.sum(axis=1), law * 5000).pvalue > 0.001
+    assert chi_square(pairs, joint) > 0.001
 
 
 # ---- the numbers of a round

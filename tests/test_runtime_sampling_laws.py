@@ -14,6 +14,7 @@ import pytest
 from scipy.stats import chisquare
 
 import bundles
+import eagles
 from specedge.runtime import Engine, Sampling, load
 from specedge.runtime.results import Outcome, Stats, Token
 from specedge.runtime.rules import RULES
@@ -237,6 +238,102 @@ def test_several_certain_candidates_leave_the_law_alone(engines: dict[str, Engin
             plain = engines[name].generate([*prompt, start], max_new_tokens=20, speculate=False).ids
             result = engines[name].generate([*prompt, start], max_new_tokens=20, tree=shape, rule="point-mass")
             assert result.ids == plain and result.stats.accepted > 0
+
+
+# ---- drafted in one call: the host's noise chooses, and q is the law without filters
+
+
+CALLED = TreeShape.from_paths(eagles.TREE)
+FEW = 1000
+
+
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory: pytest.TempPathFactory) -> eagles.Chains:
+    return eagles.Chains(tmp_path_factory.mktemp("called"))
+
+
+def changed(row: Array, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, **others: Any) -> Array:
+    """The law that a request makes of a row of probabilities."""
+    logits = np.log(row)
+    for token, bias in others.get("logit_bias", {}).items():
+        logits[token] += bias
+    logits[list(others.get("banned_ids", []))] = -np.inf
+    law = np.exp(logits / temperature)
+    order = (-law).argsort()
+    law[order[top_k or len(law) :]] = 0
+    law /= law.sum()
+    law[order[1 + int((law[order].cumsum() < top_p).sum()) :]] = 0
+    return law / law.sum()
+
+
+# A head or draft model whose law depends on the token before, and is not the target's.
+CALLS: list[tuple[str, str, str, str, dict[str, Any]]] = [
+    ("drawn1", "cpu", "chain", "token", {"temperature": 0.7}),
+    ("drawn1", "cpu-static", "chain", "block", {"temperature": 1.3}),
+    ("drawn1", "cpu", "tree", "recursive", {"temperature": 1.0}),
+    ("drawn3", "cpu-static", "tree", "recursive", {"temperature": 1.3}),
+    ("drawn", "cpu-static", "tree", "recursive", {"temperature": 0.7}),
+    ("drawn", "cpu", "tree", "recursive", {"temperature": 1.0, "top_k": 4}),
+    ("drawn3", "cpu", "chain", "token", {"temperature": 1.2, "top_p": 0.8}),
+    ("drawn1", "cpu-static", "tree", "recursive", {"temperature": 1.0, "logit_bias": {1: 2.0, 2: -1.0}, "banned_ids": [4, 7]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "device", "kind", "rule", "settings"), [pytest.param(*case, id="-".join(map(str, case))) for case in CALLS]
+)
+def test_what_one_call_drafts_leaves_the_law_alone(
+    chains: eagles.Chains, drafter: str, device: str, kind: str, rule: str, settings: dict[str, Any]
+) -> None:  # B42, B43
+    engine = chains(drafter, device, kind)
+    shape = CALLED if kind == "tree" else CHAIN
+    assert engine.expansion(shape)
+    pairs = first_two(engine, [1, START], rule, shape, FEW, **settings)
+    accepted = Counter({depth: count for (_, depth), count in pairs.first.items()})
+    assert {drafted for drafted, _ in pairs.first} <= {len(shape.parents)} or "banned_ids" in settings
+    assert all(0 < accepted[depth] < FEW for depth in range(shape.depth + 1))
+
+    laws = np.stack([changed(row, **settings) for row in eagles.P])
+    joint = laws[START][:, None] * laws
+    counts = pairs.counts[: eagles.CHAIN, : eagles.CHAIN]
+    assert counts.sum() == FEW and counts[joint == 0].sum() == 0
+    assert chi_square(counts.sum(axis=1), laws[START]) > 0.001
+    assert chi_square(counts.sum(axis=0), joint.sum(axis=0)) > 0.001
+    assert chi_square(counts, joint) > 0.001
+    drafts = changed(eagles.Q[START], **settings)
+    assert chi_square(counts.sum(axis=1), np.maximum(drafts, 1e-9)) < 1e-6  # the drafter's in its place would be noticed
+
+
+def test_siblings_of_one_call_are_drawn_without_replacement(chains: eagles.Chains) -> None:  # B46
+    """Few tokens, and most of them drafted: what the first sibling left of p and q decides about the next."""
+    few = [token for token in range(eagles.CHAIN) if token not in (7, 8, 13, 16)]  # p and q lie far apart
+    law = np.stack([changed(row, banned_ids=few) for row in eagles.P])
+    for drafter, device in (("drawn1", "cpu-static"), ("drawn", "cpu")):
+        engine = chains(drafter, device, "tree")
+        pairs = first_two(engine, [1, START], "recursive", CALLED, FEW, temperature=1.0, banned_ids=few)
+        joint, counts = law[START][:, None] * law, pairs.counts[: eagles.CHAIN, : eagles.CHAIN]
+        assert counts.sum() == FEW and counts[joint == 0].sum() == 0
+        assert chi_square(counts[joint > 0], joint[joint > 0]) > 0.001
+        assert chi_square(counts.sum(axis=1)[law[START] > 0], law[START][law[START] > 0]) > 0.001
+        assert min(share for row in Stats(outcomes=pairs.outcomes).accepted_by_rank[:1] for share in row) > 0
+
+
+def test_penalties_are_part_of_the_law_of_an_eagle_head(chains: eagles.Chains) -> None:
+    """By steps, though there is a graph for one call: what is drafted counts for what follows it."""
+
+    def law_after(*text: int) -> Array:
+        logits = np.log(eagles.P[text[-1]])
+        for token in text[2:]:
+            logits[token] += 1.5
+        law: Array = np.exp(logits) / np.exp(logits).sum()
+        return law
+
+    penalties: dict[str, Any] = {"frequency_penalty": -0.5, "presence_penalty": -1.0}
+    pairs = first_two(chains("drawn1", "cpu", "tree"), [1, START], "recursive", CALLED, FEW, temperature=1.0, **penalties)
+    joint = law_after(1, START)[:, None] * np.stack([law_after(1, START, token) for token in range(eagles.CHAIN)])
+    counts = pairs.counts[: eagles.CHAIN, : eagles.CHAIN]
+    assert chi_square(counts, joint) > 0.001 and chi_square(counts.sum(axis=0), joint.sum(axis=0)) > 0.001
+    assert chi_square(counts, eagles.P[START][:, None] * eagles.P) < 1e-6  # they matter
 
 
 # ---- the seed (B48)
