@@ -87,7 +87,7 @@ def test_half_precision_drafts_what_its_steps_draft(chains: Chains, name: str) -
     texts = [text(length, seed) for length in LENGTHS[:8] for seed in range(4)]
     found = unrolled_agreement(engine, texts, STORED)
     assert found.different <= found.drafted / 50
-    assert 0 < found.q_max_abs <= 5e-3
+    assert found.q_max_abs <= 5e-3
     result = run(engine, PROMPT, STORED)
     assert result.ids == engine.generate(PROMPT, speculate=False).ids and result.stats.accepted > 0
 
