@@ -144,7 +144,8 @@ def chain_eagle1(target: Array, law: Array, noise: float = 0.0) -> Head:
         wanted = torch.linalg.solve(_logits(target), _logits(law))
     tensors = {name: noise * value for name, value in drawn.items()}
     tensors["fc.weight"][:, :CHAIN] += wanted.float()
-    tensors["layers.0.post_attention_layernorm.weight"] = drawn["layers.0.post_attention_layernorm.weight"]
+    whole = [f"self_attn.{name}_proj" for name in "qkv"]  # so that it matters where a row stands
+    tensors |= {name: drawn[name] for name in (f"layers.0.{part}.weight" for part in (*whole, "post_attention_layernorm"))}
     return Head(1, tensors)
 
 
