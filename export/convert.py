@@ -1,5 +1,6 @@
 """The whole conversion on one screen: open, check, write every model and head, describe them."""
 
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
 from specedge.progress import Progress, silent
 
+_log = logging.getLogger(__name__)
 _CONTEXT = 1024
 _LONGEST = 8  # chains that are unrolled by default: longer ones seldom pay
 _TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
@@ -42,6 +44,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     if medusa and (deepest := max(map(len, request.tree), default=0)) > medusa.config.heads:
         raise UsageError(f"tree: {deepest} deep, expected at most {medusa.config.heads}, a head per depth")
     eagle = open_eagle(request.eagle, target.config, request.eagle_taps) if request.eagle else None
+    for note in (note for head in (medusa, eagle) if head for note in head.notes):
+        _log.warning("%s", note)
     context = _context(request, [checkpoint for checkpoint in (target, draft) if checkpoint])
     verify = _widths(request, device, context)
     ids = eagle.config.draft_vocab_size if eagle else draft.config.vocab_size if draft else 0

@@ -292,3 +292,14 @@ def test_a_manifest_that_contradicts_its_heads_is_refused(models: bundles.Models
     with pytest.raises(SpecedgeError, match=r"heads: medusa|heads\.medusa") as caught:
         open_bundle(path)
     assert str(path / MANIFEST) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_the_settings_say_otherwise_is_said(
+    models: bundles.Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All heads of the file are used, and a person is told that the settings promise fewer."""
+    heads = save(tmp_path / "heads", make_heads())
+    (heads / "config.json").write_text('{"medusa_num_heads": 2}', encoding="utf-8")
+    made = open_bundle(bundles.make(models()[0], tmp_path / "bundle", medusa=str(heads), **SHAPE))
+    assert made.manifest.heads["medusa"].depth == HEADS
+    assert "promises 2 heads" in caplog.text
