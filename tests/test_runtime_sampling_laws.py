@@ -270,7 +270,6 @@ def changed(row: Array, temperature: float = 1.0, top_k: int = 0, top_p: float =
 CALLS: list[tuple[str, str, str, str, dict[str, Any]]] = [
     ("drawn1", "cpu", "chain", "token", {"temperature": 0.7}),
     ("drawn1", "cpu-static", "chain", "block", {"temperature": 1.3}),
-    ("drawn1", "cpu", "tree", "recursive", {"temperature": 1.0}),
     ("drawn3", "cpu-static", "tree", "recursive", {"temperature": 1.3}),
     ("drawn", "cpu-static", "tree", "recursive", {"temperature": 0.7}),
     ("drawn", "cpu", "tree", "recursive", {"temperature": 1.0, "top_k": 4}),
@@ -308,11 +307,11 @@ def test_siblings_of_one_call_are_drawn_without_replacement(chains: eagles.Chain
     """Few tokens, and most of them drafted: what the first sibling left of p and q decides about the next."""
     few = [token for token in range(eagles.CHAIN) if token not in (1, 6, 13, 16)]  # p and q lie far apart
     law = np.stack([changed(row, banned_ids=few) for row in eagles.P])
-    for drafter, device in (("drawn1", "cpu-static"), ("drawn", "cpu")):
-        engine = chains(drafter, device, "tree")
-        pairs = first_two(engine, [1, START], "recursive", CALLED, FEW, temperature=1.0, banned_ids=few)
+    for drafter in ("drawn1", "drawn"):
+        engine = chains(drafter, "cpu", "tree")
+        pairs = first_two(engine, [1, START], "recursive", CALLED, FEW // 2, temperature=1.0, banned_ids=few)
         joint, counts = law[START][:, None] * law, pairs.counts[: eagles.CHAIN, : eagles.CHAIN]
-        assert counts.sum() == FEW and counts[joint == 0].sum() == 0
+        assert counts.sum() == FEW // 2 and counts[joint == 0].sum() == 0
         assert chi_square(counts[joint > 0], joint[joint > 0]) > 0.001
         assert chi_square(counts.sum(axis=1)[law[START] > 0], law[START][law[START] > 0]) > 0.001
         assert min(share for row in Stats(outcomes=pairs.outcomes).accepted_by_rank[:1] for share in row) > 0

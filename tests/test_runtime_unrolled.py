@@ -80,10 +80,9 @@ def test_one_call_drafts_what_steps_draft(chains: Chains, name: str, kind: str, 
         assert (found.different, found.drafted) == (0, len(left.parents)) and found.q_max_abs <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["draft", "eagle1"])
-def test_half_precision_drafts_what_its_steps_draft(chains: Chains, name: str) -> None:
+def test_half_precision_drafts_what_its_steps_draft(chains: Chains) -> None:
     """As far as float16 rounds alike."""
-    engine = chains(name, "cpu", "tree", body="float16", head="float16")
+    engine = chains("eagle1", "cpu", "tree", body="float16", head="float16")
     texts = [text(length, seed) for length in LENGTHS[:8] for seed in range(4)]
     found = unrolled_agreement(engine, texts, STORED)
     assert found.different <= found.drafted / 50
