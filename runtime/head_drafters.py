@@ -67,10 +67,10 @@ class EagleDrafter:
 
     def learn(self, target: Sequence, rows: Tokens[int]) -> None:
         self._features.append(target.hidden(rows))
-        unread = sum(map(len, self._features))
-        end = self._head.cache.length + unread + 1
-        if unread >= self._head.role.chunk and end < len(self._text):  # the last one is read to draft
-            self._head.read(*self._take(self._text[:end]))
+        length = self._head.cache.length
+        count = min(sum(map(len, self._features)), len(self._text) - length - 2)  # the last known one is read to draft
+        if count >= self._head.role.chunk:
+            self._head.read(*self._take(self._text[: length + count + 1]))
 
     def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
         self._text = history
@@ -91,9 +91,10 @@ class EagleDrafter:
 
     def _take(self, text: Tokens[int]) -> tuple[Tokens[int], NDArray[np.float32]]:
         """The tokens of `text` that the head has not read, and the features of those before them."""
+        tokens = text[self._head.cache.length + 1 :]
         features = np.concatenate(self._features)
-        self._features = []
-        return text[self._head.cache.length + 1 :], features
+        self._features = [features[len(tokens) :]]
+        return tokens, features[: len(tokens)]
 
 
 class _Growth:

@@ -15,6 +15,7 @@ from eagles import CHAIN, EVEN, SOME, TREE, Chains, Draft, Head, reference
 from specedge.runtime import Engine, Result, Sampling, TreeShape
 from specedge.runtime.cache import KVCache
 from specedge.runtime.decode import decode, prefill
+from specedge.runtime.head_drafters import EagleDrafter
 from specedge.runtime.rules import Rule, make_rule
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.sequence import Sequence as Target
@@ -366,3 +367,24 @@ def test_recorded_log_probabilities_are_those_of_the_text(
             true = rows[torch.arange(len(result.ids)), torch.tensor(result.ids)]
             assert result.log_probabilities is not None
             np.testing.assert_allclose(result.log_probabilities, true, atol=1e-3)
+
+
+def test_features_do_not_pile_up_while_nothing_is_drafted(chains: Chains) -> None:
+    """Of rounds without drafts a chunk and a round are kept at most; the proposal behind them is that of a fresh head."""
+    engine = chains("eagle1", "cpu", "chain")
+    rule = make_rule(None, Sampler(Sampling(), engine.bundle.manifest.allowed_ids, 1))
+    drafter, history = engine.new_drafter(rule), list(PROMPT)
+    assert isinstance(drafter, EagleDrafter)
+    prefill(engine.target, drafter, history)
+    chunk = engine.bundle.role("eagle").chunk
+    for token in range(3 * chunk):
+        drafter.propose(history, TreeShape.chain(0))
+        engine.target.step([history[-1]])
+        engine.target.commit([0])
+        drafter.learn(engine.target, [0])
+        history.append(token % 20)
+        assert sum(map(len, drafter._features)) <= chunk + 2
+    late = drafter.propose(history, TreeShape.chain(3))
+    fresh = engine.new_drafter(rule)
+    prefill(engine.target, fresh, history)
+    assert late.tree == fresh.propose(history, TreeShape.chain(3)).tree
