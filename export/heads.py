@@ -58,7 +58,7 @@ def write_eagle(
     config, layer, request, device = eagle.config, eagle.config.decoder, place.request, place.device
     weight_file = f"eagle/{WEIGHT_FILE}"
     (place.folder / "eagle").mkdir()
-    tensors = _Tensors(eagle, checkpoint)
+    tensors = EagleTensors(eagle, checkpoint)
     more = [] if eagle.vocabulary is None else [Stored(VOCABULARY, eagle.vocabulary, "I64", exact=True)]
     weights = write_weights("eagle", tensors, tensors.shapes, place.folder / weight_file, request, place.progress, more)
     by_name = {weight.name: weight for weight in weights}
@@ -115,7 +115,7 @@ def _borrow(target: Role, name: str, elsewhere: dict[str, str]) -> Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensors:
+class EagleTensors:
     """What an EAGLE head stores of its own: copies of the target's matrices are left to be borrowed.
 
     An LM head of fewer ids that is not in the file is made of the target's rows.
