@@ -21,6 +21,7 @@ class Device:
     static: bool
     mask_value: float
     accuracy_level: int  # of MatMulNBits: 4 computes with int8 activations, 1 with float32
+    widest_block: int  # of weights per stored scale: a larger group's scale is repeated
     prepares: bool  # whether weights are kept in the user's cache in the order the kernels read them
     one_call: bool  # whether a draft model drafts faster in one call than step by step; EAGLE heads do everywhere
     default_widths: tuple[int, ...]

@@ -25,7 +25,7 @@ def write_medusa(medusa: MedusaCheckpoint, target: Role, place: Place) -> Head:
     config, request = medusa.config, place.request
     weight_file = f"medusa/{WEIGHT_FILE}"
     (place.folder / "medusa").mkdir()
-    weights = write_weights("medusa", medusa, medusa.shapes, place.folder / weight_file, request, place.progress)
+    weights = write_weights("medusa", medusa, medusa.shapes, place.folder / weight_file, request, place.device, place.progress)
     by_name = {weight.name: weight for weight in weights}
     elsewhere: dict[str, str] = {}
     if not config.own_head:
@@ -58,9 +58,11 @@ def write_eagle(
     config, layer, request, device = eagle.config, eagle.config.decoder, place.request, place.device
     weight_file = f"eagle/{WEIGHT_FILE}"
     (place.folder / "eagle").mkdir()
-    tensors = _Tensors(eagle, checkpoint)
+    tensors = EagleTensors(eagle, checkpoint)
     more = [] if eagle.vocabulary is None else [Stored(VOCABULARY, eagle.vocabulary, "I64", exact=True)]
-    weights = write_weights("eagle", tensors, tensors.shapes, place.folder / weight_file, request, place.progress, more)
+    weights = write_weights(
+        "eagle", tensors, tensors.shapes, place.folder / weight_file, request, place.device, place.progress, more
+    )
     by_name = {weight.name: weight for weight in weights}
     elsewhere: dict[str, str] = {}
     for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -115,7 +117,7 @@ def _borrow(target: Role, name: str, elsewhere: dict[str, str]) -> Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensors:
+class EagleTensors:
     """What an EAGLE head stores of its own: copies of the target's matrices are left to be borrowed.
 
     An LM head of fewer ids that is not in the file is made of the target's rows.

@@ -77,7 +77,7 @@ def write_model(
     config, request, device = checkpoint.config, place.request, place.device
     (place.folder / role).mkdir()
     shapes = {name: shape for name, (_, shape) in tensor_names(config).items()}
-    weights = write_weights(role, checkpoint, shapes, place.folder / role / WEIGHT_FILE, request, place.progress)
+    weights = write_weights(role, checkpoint, shapes, place.folder / role / WEIGHT_FILE, request, place.device, place.progress)
     chunk = max(min(request.chunk, place.context), *widths)
     steps = sorted({*widths, chunk})
     by_name = {weight.name: weight for weight in weights}

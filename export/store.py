@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.export.families import joined_layers
 from specedge.export.request import Request
@@ -34,6 +35,7 @@ def write_weights(
     shapes: Mapping[str, tuple[int, ...]],
     path: Path,
     request: Request,
+    device: Device,
     progress: Progress,
     more: Sequence[Stored] = (),
 ) -> list[Weight]:
@@ -43,7 +45,7 @@ def write_weights(
     """
     weights: list[Weight] = []
     progress(f"{label}: weights", 0, len(shapes))
-    with WeightWriter(path) as writer:
+    with WeightWriter(path, device.widest_block) as writer:
         for group in joined_layers(shapes):
             stored = []
             for name in group:

@@ -17,6 +17,7 @@ from specedge.export.families import tensor_names
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, Logits, Quality, Report, mean_kl, measure_quality
 from specedge.export.validate_eagle import check_eagle
 from specedge.export.validate_heads import check_medusa, check_unrolled
+from specedge.export.validate_weights import check_weights
 from specedge.export.weights import read_float32
 from specedge.progress import Progress, silent
 from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, Agreement, compare_greedy, tree_rows, walk, width_agreement
@@ -28,7 +29,6 @@ from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.shape import TreeShape
 
 _QUANTISED_WIDTH_LIMIT = 0.1  # largest |logit difference| of a wide step of a quantised graph to one-token steps
-_ROUNDING = 1e-3  # float error allowed beyond one quantisation step, in steps
 _TREE_STEPS = 40
 _END = 32  # rows compared at the end of the context
 
@@ -71,7 +71,7 @@ def validate(
     checks += target_checks
     checks += check_unrolled(engine, text)
     if draft_reference and "medusa" in bundle.manifest.heads:
-        checks.append(check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text))
+        checks += check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text)
     if draft_reference and "eagle" in bundle.manifest.roles:
         checks += check_eagle(engine, draft_reference, source, model, text)
     quantised = bundle.role("target").quantised
@@ -168,32 +168,14 @@ def _load_quietly(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _check_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> list[Check]:
-    """How many tensors changed that the manifest calls exact, and the largest difference of a stored weight.
-
-    That is counted in quantisation steps, or from the nearest float of its type.
-    """
+    """The role's stored weights against its own checkpoint; another one is refused."""
     names = tensor_names(checkpoint.config)
     weights = {weight.name: weight for weight in bundle.role(role).weights}
     if weights.keys() != names.keys() or any(weights[name].shape != shape for name, (_, shape) in names.items()):
         raise SpecedgeError(
             f"{bundle.path}: {role} has other tensors or shapes than {checkpoint.name}; name its own checkpoint"
         )
-    path = bundle.file(bundle.role(role).weight_file)
-    worst, changed = [], 0
-    for name, weight in weights.items():
-        values, steps = read_float32(weight, path)
-        exact = checkpoint.tensor(name)
-        changed += weight.exact and not np.array_equal(values, exact)
-        if steps is None:
-            worst.append(np.abs(values - exact.astype(weight.scheme).astype(np.float32)).max())
-        else:
-            unit = np.where(steps > 0, steps, np.maximum(np.abs(exact), 1e-30))  # a block of scale 0 may lose itself
-            worst.append((np.abs(values - exact) / unit).max())
-    limit = 1.0 + _ROUNDING if bundle.role(role).quantised else 0.0
-    return [
-        Check("exact_weights_changed", role, float(changed), 0.0),
-        Check("weight_error", role, float(np.max(worst)), limit),
-    ]
+    return check_weights(role, weights.values(), bundle.file(bundle.role(role).weight_file), checkpoint)
 
 
 def _load_stored_weights(model: PreTrainedModel, bundle: Bundle, role: str) -> None:

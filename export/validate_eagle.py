@@ -1,5 +1,6 @@
 """Does a bundle's EAGLE head still compute what its checkpoint says, from what its target says?"""
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +14,15 @@ from specedge.export.checkpoint import Checkpoint
 from specedge.export.decoder import NORMED
 from specedge.export.eagle import Eagle
 from specedge.export.eagle_checkpoint import EagleCheckpoint, open_eagle
+from specedge.export.heads import EagleTensors
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
-from specedge.export.tensors import first_of
+from specedge.export.validate_weights import check_weights
 from specedge.export.weights import read_float32
 from specedge.manifest import VOCABULARY
 from specedge.runtime.generate import Engine
 from specedge.runtime.rope import rope_tables
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 _ROWS = 32
 _FEATURES_LIMIT, _QUANTISED_FEATURES_LIMIT = 1e-3, 0.1  # of their norm; a neighbouring tap is off by 0.3 and more
@@ -27,8 +31,9 @@ _FEATURES_LIMIT, _QUANTISED_FEATURES_LIMIT = 1e-3, 0.1  # of their norm; a neigh
 def check_eagle(
     engine: Engine, reference: str, checkpoint: Checkpoint, target: PreTrainedModel, text: list[int]
 ) -> list[Check]:
-    """Features of the bundle's target against transformers, and logits of the head against torch, fed with those features.
+    """Stored weights and draft ids against the checkpoint's, features of the bundle's target against transformers, logits.
 
+    Those are the head's against torch, fed with those features.
     A quantised head is held to its own stored weights, as KL. `target` has the weights it is to be compared by.
 
     Raises:
@@ -36,7 +41,13 @@ def check_eagle(
     """
     role, head = engine.bundle.role("eagle"), engine.eagle
     assert head is not None
-    opened = open_eagle(reference, checkpoint.config, role.taps if role.model_type == "eagle-3" else None)
+    opened = open_eagle(reference, checkpoint.config, role.taps if role.taps != (NORMED,) else None)
+    tensors = EagleTensors(opened, checkpoint)
+    own = [weight for weight in role.weights if weight.name != VOCABULARY]
+    _check_same_head(engine.bundle, opened, {weight.name: weight.shape for weight in own}, tensors.shapes)
+    checks = check_weights("eagle", own, engine.bundle.file(role.weight_file), tensors)
+    ids = np.arange(role.vocab_size) if opened.vocabulary is None else opened.vocabulary
+    checks.append(Check("draft_ids_differ", "eagle", float((ids != head.ids).sum()), 0.0))
     quantised = role.quantised or engine.target.role.quantised
     model, lm_head = _eagle_reference(engine.bundle, opened, checkpoint, target, quantised)
     rows = text[:_ROWS]
@@ -60,7 +71,7 @@ def check_eagle(
     truth = _features(target, rows[:-1], role.taps)
     off = np.linalg.norm(np.stack(features) - truth, axis=1) / np.linalg.norm(truth, axis=1)
     limit = _QUANTISED_FEATURES_LIMIT if engine.target.role.quantised else _FEATURES_LIMIT
-    checks = [Check("features_relative_error", "target", float(off.max()), limit)]
+    checks.append(Check("features_relative_error", "target", float(off.max()), limit))
     one, other = np.stack(found), np.stack(expected)
     if quantised:
         return [*checks, Check("head_kl_to_stored_weights", "eagle", mean_kl(other, one), ACTIVATION_KL_LIMIT)]
@@ -83,16 +94,28 @@ def _features(model: PreTrainedModel, ids: list[int], taps: tuple[int, ...]) -> 
     return found
 
 
+def _check_same_head(bundle: Bundle, opened: EagleCheckpoint, stored: Shapes, expected: Shapes) -> None:
+    """Refuse a checkpoint of a head of other tensors, ids or attention heads."""
+    role, other = bundle.role("eagle"), opened.files.path
+    if unlike := [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]:
+        name = unlike[0]
+        raise SpecedgeError(
+            f"{bundle.path}: its head has {name} of shape {stored.get(name)}, that of {other} has {expected.get(name)}; "
+            "name its own checkpoint"
+        )
+    if (role.kv.heads, role.vocab_size) != (opened.config.decoder.kv_heads, opened.config.draft_vocab_size):
+        raise SpecedgeError(
+            f"{bundle.path}: its head has {role.kv.heads} heads of keys and {role.vocab_size} ids, that of {other} "
+            f"{opened.config.decoder.kv_heads} and {opened.config.draft_vocab_size}; name its own checkpoint"
+        )
+
+
 def _eagle_reference(
     bundle: Bundle, opened: EagleCheckpoint, checkpoint: Checkpoint, target: PreTrainedModel, stored: bool
 ) -> tuple[Eagle, torch.Tensor]:
     """The head in torch, float32, and its LM head [Vd, H], with the checkpoint's values or those the bundle holds."""
     role = bundle.role("eagle")
     weights = {weight.name: weight for weight in role.weights}
-    if missing := weights.keys() - opened.shapes.keys() - {VOCABULARY, "lm_head.weight"}:
-        raise SpecedgeError(
-            f"{bundle.path}: its head has {first_of(missing)}, {opened.files.path} has none; name its own checkpoint"
-        )
     embedding, lm_head = (
         module.get_parameter("weight").detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )

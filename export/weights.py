@@ -38,10 +38,10 @@ class Stored:
 
 
 class WeightWriter:
-    """Writes tensors one after the other; use as a context manager."""
+    """Writes tensors one after the other, in blocks of at most `widest_block`; use as a context manager."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, widest_block: int = _BLOCKS[0]) -> None:
+        self._path, self._widest_block = path, widest_block
         self._file: BinaryIO
 
     def __enter__(self) -> "WeightWriter":
@@ -53,7 +53,7 @@ class WeightWriter:
 
     def add(self, tensors: Sequence[Stored]) -> list[Weight]:
         """Store tensors of one scheme and row length side by side, part by part: one matrix to a kernel that wants it."""
-        arrays = [_parts(tensor.values) for tensor in tensors]
+        arrays = [_parts(tensor.values, self._widest_block) for tensor in tensors]
         extents: list[dict[str, Extent]] = [{} for _ in tensors]
         for part in arrays[0]:
             self._align(sum(array[part].nbytes for array in arrays))
@@ -75,11 +75,12 @@ class WeightWriter:
         return Extent(offset, array.nbytes, str(array.dtype), array.shape)
 
 
-def _parts(values: Array | Quantized) -> dict[str, Array]:
+def _parts(values: Array | Quantized, widest_block: int) -> dict[str, Array]:
     """What is written of a tensor, in the layout of MatMulNBits; `offsets` are what a graph adds for `minima`."""
     if not isinstance(values, Quantized):
         return {"values": values}
-    blocked = values.regroup(channel_block(values.shape[1])) if values.scheme.group is None else values
+    group = values.scheme.group or channel_block(values.shape[1])
+    blocked = values if values.scheme.group == min(group, widest_block) else values.regroup(min(group, widest_block))
     bits = blocked.scheme.bits
     parts: dict[str, Array] = {"codes": pack_codes(blocked.codes, bits), "scales": blocked.scales.astype(np.float32)}
     if blocked.zero_points is not None:

@@ -37,9 +37,8 @@ class KVCache:
         """Forget all columns from `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate a cache of {self.length} columns to {length}")
-        if length == 0:  # a mask cannot hide a NaN of the last text from the next: 0 * NaN is NaN
-            for buffer in self._buffers.values():
-                buffer[:, :, : self.length] = 0
+        for buffer in self._buffers.values():  # a mask hides neither NaN (0 * NaN is NaN) nor scores larger than it
+            buffer[:, :, length : self.length] = 0
         self.length = length
 
     def append(self, columns: dict[str, Array], rows: Sequence[int]) -> None:

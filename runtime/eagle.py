@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from specedge.bundle import Bundle
 from specedge.devices.device import Device
+from specedge.errors import SpecedgeError
 from specedge.manifest import VOCABULARY, Graph
 from specedge.runtime.cache import KVCache
 from specedge.runtime.delta_graph import DeltaGraph
@@ -29,10 +30,10 @@ class EagleHead:
     def __init__(self, bundle: Bundle, device: Device, threads: int | None = None) -> None:
         self.role = bundle.role("eagle")
         self.cache = KVCache(self.role.kv, self.role.context)
+        self._target_ids = bundle.role("target").vocab_size
         self.ids = self._vocabulary(bundle)
         """[Vd] which ids of the target its own are."""
         self._bundle, self._device, self._threads = bundle, device, threads
-        self._target_ids = bundle.role("target").vocab_size
         self._tables = rope_tables(self.role)
         self._reads = "hidden" if self.role.taps == (-1,) else "features"
         self._opened: list[DeltaGraph] = []
@@ -132,7 +133,12 @@ class EagleHead:
             if weight.name == VOCABULARY:
                 extent = weight.parts["values"]
                 path = bundle.file(self.role.weight_file)
-                return np.fromfile(path, extent.dtype, extent.shape[0], offset=extent.offset).astype(np.intp)
+                ids = np.fromfile(path, extent.dtype, extent.shape[0], offset=extent.offset).astype(np.intp)
+                if ids[0] < 0 or ids[-1] >= self._target_ids or (np.diff(ids) <= 0).any():
+                    raise SpecedgeError(
+                        f"{path}: {VOCABULARY}: expected ascending ids from 0 to {self._target_ids - 1}; copy the bundle again"
+                    )
+                return ids
         return np.arange(self.role.vocab_size)
 
 

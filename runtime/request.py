@@ -68,7 +68,9 @@ class Request:
         self._scored = options.log_probabilities
         self._rule = make_rule(options.rule, self._sampler)
         self._control = engine.new_control(self._rule, options.gamma, options.tree)
-        self._drafter = engine.new_drafter(self._rule, options.speculate)
+        ids = engine.draft_ids
+        silent = len(sampling.banned_ids) and len(ids) and not self._sampler.may_emit(ids)  # not one id it could draft
+        self._drafter = engine.new_drafter(self._rule, options.speculate and not silent)
         stop = [options.stop] if isinstance(options.stop, str) else options.stop
         if stop and engine.tokenizer is None:
             raise UsageError("stop: stop strings need a tokenizer, which the bundle lacks")

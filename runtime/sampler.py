@@ -39,6 +39,10 @@ class Sampler:
         self._occurs = np.zeros(allowed, np.bool_) if sampling.penalises else None
         self._emitted = np.zeros(allowed, np.int64) if sampling.penalises else None
 
+    def may_emit(self, ids: Ids) -> bool:
+        """Whether any of `ids` is allowed and not banned."""
+        return bool((~np.isin(ids[ids < self.allowed], self._banned)).any())
+
     def law(self, logits: Logits, history: Tokens[int], path: Tokens[int] = (), where: str = "logits") -> Law:
         """The law of the token after `history` and `path`, given its logits [V].
 

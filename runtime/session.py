@@ -13,6 +13,7 @@ from specedge.manifest import Graph, TensorSpec
 Array = npt.NDArray[np.generic]
 
 VERSION: str = ort.__version__
+_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "int32": "tensor(int32)", "int64": "tensor(int64)"}
 PREPARED_GRAPH, PREPARED_WEIGHTS = "step.onnx", "weights.bin"
 _SMALLEST_OUTSIDE = 1024  # bytes of a tensor that is not written into the prepared graph itself
 
@@ -43,7 +44,7 @@ class Session:
             ("input", self._session.get_inputs(), graph.inputs),
             ("output", self._session.get_outputs(), graph.outputs),
         ):
-            _check(path, kind, {node.name: tuple(node.shape) for node in found}, expected)
+            _check(path, kind, {node.name: (node.type, tuple(node.shape)) for node in found}, expected)
 
     def bind(self) -> "Binding":
         """Fresh bindings of this graph's inputs and outputs."""
@@ -92,13 +93,19 @@ def _options(device: Device, threads: int | None, prepared: Path | None) -> ort.
     return options
 
 
-def _check(path: Path, kind: str, found: dict[str, tuple[int | str, ...]], expected: tuple[TensorSpec, ...]) -> None:
+def _check(
+    path: Path, kind: str, found: dict[str, tuple[str, tuple[int | str, ...]]], expected: tuple[TensorSpec, ...]
+) -> None:
     if unlisted := found.keys() - {spec.name for spec in expected}:
         raise SpecedgeError(f"{path}: {kind} {min(unlisted)}: the manifest does not list it; convert again")
     for spec in expected:
-        if found.get(spec.name) != spec.shape:
-            shape = found.get(spec.name, "nothing")
+        dtype, shape = found.get(spec.name, ("", "nothing"))
+        if shape != spec.shape:
             raise SpecedgeError(f"{path}: {kind} {spec.name}: manifest says {spec.shape}, graph has {shape}; convert again")
+        if dtype != _TYPES.get(spec.dtype):
+            raise SpecedgeError(
+                f"{path}: {kind} {spec.name}: manifest says {spec.dtype!r:.60}, graph has {dtype}; convert again"
+            )
 
 
 def _first_line(error: Exception) -> str:

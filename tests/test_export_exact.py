@@ -11,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 import tiny
-from bundles import compute_in_float, graphs, locations, make, names, stored
+from bundles import compute_in_float, engine, graphs, locations, make, names, stored
 from checkpoints import any_blocks, refuse, rewrite_gguf
 from specedge.bundle import Bundle, open_bundle
 from specedge.errors import SpecedgeError
@@ -284,3 +284,13 @@ def test_the_largest_scales_and_minima_are_kept(tmp_path: Path):
         bits = truth[tiny.gguf_name(f"model.{weight.name}")][1]
         np.testing.assert_array_equal(in_file_order(weight.name, values(bundle, weight), case).view(np.uint32), bits)
     assert np.isfinite(walk(load(bundle.path, threads=1).target, TEXT, 4)).all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
+@pytest.mark.parametrize("group", ["16", "32", "64", "128", "channel"])
+def test_every_width_gives_the_same_bits(tmp_path: Path, group: str, symmetric: bool):
+    """On cpu, whose int8 activations would make 0.1 and more of a logit of the last bit of a sum."""
+    tiny.f_rand(tmp_path / "source", hidden_size=256, num_attention_heads=8, num_hidden_layers=1)
+    form = Scheme.parse("int4", group, symmetric)
+    made = engine(tmp_path / "source", tmp_path / "bundle", body=form, head=Scheme.parse("int8", group, symmetric))
+    assert set(width_agreement(made, list(range(40))).values()) == {0.0}

@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from onnx import numpy_helper
 
+import eagles
 import tiny
 from bundles import make
 from specedge.bundle import MANIFEST, open_bundle, sha256
 from specedge.export.cli import main
 from specedge.export.report import Check
 from specedge.export.request import INT4, INT8
+from test_runtime_heads import save
 from tiny import Array
 
 DEVICES = ("cpu", "cpu-static")
@@ -255,3 +258,45 @@ def test_a_context_shorter_than_the_prompts_is_no_obstacle(options: dict[str, An
 @pytest.mark.parametrize(("value", "passed"), [(0.0, True), (1.0, True), (1.5, False), (math.nan, False), (math.inf, False)])
 def test_nan_never_passes_a_check(value: float, passed: bool):
     assert Check("name", "graph", value, limit=1.0).passed == passed
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of 8 layers and an EAGLE-3 head for it."""
+    place = tmp_path_factory.mktemp("eagle")
+    sizes: dict[str, Any] = {"hidden_size": eagles.HIDDEN, "vocab_size": eagles.VOCAB, "num_hidden_layers": eagles.LAYERS}
+    tiny.f_rand(place / "target", intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, **sizes)
+    return place / "target", eagles.save(place / "head", eagles.eagle3().tensors, eagles.plain())
+
+
+def other_head(folder: Path, **changes: Any) -> Path:
+    """The same head with other tensors; `__` stands for a dot."""
+    return eagles.save(folder, eagles.changed(**changes)(eagles.eagle3().tensors), eagles.plain())
+
+
+@pytest.mark.parametrize("weights", ["float32", "int4"])
+def test_another_eagle_head_is_no_reference(eagle: tuple[Path, Path], tmp_path: Path, weights: str):
+    target, head = eagle
+    path = make(target, tmp_path / "bundle", **{**SHAPE, **WEIGHTS[weights]}, eagle=str(head))
+    assert report(path, target, "--draft-reference", head)["passed"]
+    noise = other_head(tmp_path / "noise", fc__weight=eagles.draw({"fc.weight": (16, 48)}, seed=1)["fc.weight"])
+    assert ("weight_error", "eagle") in failed(report(path, target, "--draft-reference", noise))
+    ids = eagles.save(tmp_path / "ids", eagles.eagle3().tensors | eagles.maps(torch.arange(8) * 4 + 1), eagles.plain())
+    assert failed(report(path, target, "--draft-reference", ids)) == {("draft_ids_differ", "eagle")}
+    more = eagles.save(tmp_path / "more", eagles.eagle3(drafts=16).tensors, eagles.plain())
+    biased = eagles.save(tmp_path / "biased", eagles.eagle3(fc_bias=True).tensors, eagles.plain())
+    for other, name in ((more, "lm_head.weight"), (biased, "fc.bias")):
+        result = validate(path, target, "--draft-reference", other)
+        assert result.exit_code == 1
+        assert result.stderr.splitlines()[-1].startswith(f"Error: {path}: its head has {name} of shape")
+        assert "Traceback" not in result.output and result.stdout == ""
+
+
+@pytest.mark.parametrize("weights", ["float32", "int4"])
+def test_other_medusa_heads_are_no_reference(source: Path, bundle: Make, tmp_path: Path, weights: str):
+    for seed in (0, 1):
+        noise = torch.Generator().manual_seed(seed)
+        save(tmp_path / f"heads {seed}", {f"{head}.0.linear.weight": torch.randn(64, 64, generator=noise) for head in range(2)})
+    path = bundle("cpu", weights, medusa=str(tmp_path / "heads 0"))
+    assert report(path, source, "--draft-reference", tmp_path / "heads 0")["passed"]
+    assert ("weight_error", "medusa") in failed(report(path, source, "--draft-reference", tmp_path / "heads 1"))

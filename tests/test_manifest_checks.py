@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ import eagles
 import tiny
 from specedge.bundle import MANIFEST, open_bundle
 from specedge.errors import SpecedgeError
+from specedge.runtime import Sampling, load
 from test_runtime_heads import save
 
 Json = dict[str, Any]
@@ -64,7 +66,31 @@ CASES: dict[str, tuple[str, Callable[[Json], object], str]] = {
     "draft paths": ("eagle", lambda m: eagle(m)["unrolled"][0].update(paths=[[0]]), "roles.eagle.unrolled"),
     "no draft paths": ("eagle", lambda m: eagle(m)["unrolled"][0].update(paths=[[1, 0]]), "roles.eagle.unrolled"),
     "lost graph": ("eagle", lambda m: m["files"].pop("eagle_next.onnx"), "roles.eagle.graphs"),
+    "layers": ("eagle", lambda m: eagle(m)["kv"].update(layers=1 << 60), "roles.eagle.kv.layers"),
+    "chunk": ("eagle", lambda m: eagle(m).update(chunk=1 << 40), "roles.eagle.chunk"),
+    "mask": ("eagle", lambda m: eagle(m).update(mask_value=float("nan")), "roles.eagle.mask_value"),
+    "rotary": ("eagle", lambda m: eagle(m)["rope"]["inv_freq"].pop(), "roles.eagle"),
+    "rows": ("eagle", lambda m: eagle(m)["unrolled"][0]["graph"].update(width=2), "roles.eagle.unrolled"),
+    "ids": ("eagle", lambda m: vocabulary(m).update(parts={}), "roles.eagle.weights (vocabulary)"),
+    "number of ids": (
+        "eagle",
+        lambda m: vocabulary(m)["parts"]["values"].update(shape=[3]),
+        "roles.eagle.weights (vocabulary)",
+    ),
+    "type of ids": ("eagle", lambda m: vocabulary(m)["parts"]["values"].update(dtype="x"), "roles.eagle.weights (vocabulary)"),
+    "before the file": ("eagle", lambda m: first_part(eagle(m)).update(offset=-4), "roles.eagle.weights"),
+    "hidden of no shape": ("eagle", lambda m: features(m).update(shape=[]), "roles.target.graphs (hidden)"),
 }
+
+
+def vocabulary(manifest: Json) -> Json:
+    found: Json = next(weight for weight in eagle(manifest)["weights"] if weight["name"] == "vocabulary")
+    return found
+
+
+def features(manifest: Json) -> Json:
+    found: Json = next(spec for spec in manifest["roles"]["target"]["graphs"][0]["outputs"] if spec["name"] == "features")
+    return found
 
 
 def first_part(record: Json) -> Json:
@@ -88,3 +114,42 @@ def test_a_contradiction_is_refused_by_its_key(
         path.write_text(good, encoding="utf-8")
     assert f"{MANIFEST}: {key}" in str(error.value)
     assert open_bundle(paths[name]).manifest.drafters[0] == name
+
+
+@pytest.mark.parametrize("output", ["logits", "fed_back"])
+def test_an_output_of_another_type_than_the_graph_gives_is_refused(paths: dict[str, Path], output: str) -> None:
+    path = paths["eagle"] / MANIFEST
+    good = path.read_text("utf-8")
+    manifest = json.loads(good)
+    next(spec for spec in eagle(manifest)["first"][0]["outputs"] if spec["name"] == output).update(dtype="float64")
+    try:
+        path.write_text(json.dumps(manifest), encoding="utf-8")
+        with pytest.raises(SpecedgeError, match=f"output {output}: manifest says 'float64', graph has tensor.float"):
+            load(paths["eagle"], threads=1).generate([3, 4, 5], Sampling(repetition_penalty=1.1), 8, gamma=2)
+    finally:
+        path.write_text(good, encoding="utf-8")
+
+
+@pytest.mark.parametrize("ids", [[31, 4, 8, 12, 16, 20, 24, 28], [0, 4, 8, 12, 16, 20, 24, 32], [-1, 4, 8, 12, 16, 20, 24, 28]])
+def test_draft_ids_that_are_not_ascending_ids_of_the_target_are_refused(paths: dict[str, Path], ids: list[int]) -> None:
+    extent = vocabulary(json.loads((paths["eagle"] / MANIFEST).read_text("utf-8")))["parts"]["values"]
+    path = paths["eagle"] / "eagle" / "weights.bin"
+    good = path.read_bytes()
+    values = np.array(ids, np.int32).tobytes()
+    try:
+        path.write_bytes(good[: extent["offset"]] + values + good[extent["offset"] + len(values) :])
+        with pytest.raises(SpecedgeError, match="vocabulary: expected ascending ids from 0 to 31"):
+            load(paths["eagle"], threads=1)
+    finally:
+        path.write_bytes(good)
+
+
+def test_a_head_none_of_whose_ids_may_come_out_drafts_nothing(paths: dict[str, Path]) -> None:
+    engine = load(paths["eagle"], threads=1)
+    banned = engine.draft_ids.tolist()
+    for sampling in (Sampling(banned_ids=banned), Sampling(banned_ids=banned, repetition_penalty=1.1)):
+        plain = engine.generate([3, 5, 7], sampling, 12, speculate=False)
+        for drafted in (engine.generate([3, 5, 7], sampling, 12, gamma=gamma) for gamma in (2, 3, 5)):
+            assert (drafted.ids, drafted.stats.drafted) == (plain.ids, 0)
+    assert engine.generate([3, 5, 7], Sampling(0.8, banned_ids=banned, seed=1), 12, gamma=2).stats.drafted == 0
+    assert engine.generate([3, 5, 7], Sampling(banned_ids=banned[1:]), 12, gamma=2).stats.drafted > 0

@@ -50,6 +50,17 @@ def test_the_buffers_come_in_layer_order_and_start_as_zeros() -> None:
     assert all(buffer.shape == (1, 3, 13, 2) and not buffer.any() for _, buffer in cache.buffers())
 
 
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_what_is_cut_off_is_zeros_again(length: int) -> None:
+    """A static graph reads it, and a mask hides neither NaN nor a score larger than itself."""
+    cache = KVCache(LAYOUT, CONTEXT)
+    cache.append(columns([1, 2, 3]), range(3))
+    cache.append({name: np.full((1, 3, 2, 2), np.nan, np.float32) for name in NAMES}, range(2))
+    cache.truncate(length)
+    check(cache, [1, 2, 3][:length])
+    assert all(not buffer[:, :, length:].any() for _, buffer in cache.buffers())
+
+
 # (tokens of the step, rows that are kept of it in path order, how far the cache is cut back afterwards)
 steps = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=6, unique=True).map(sorted), st.integers(0, 3)),

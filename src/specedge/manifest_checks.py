@@ -1,5 +1,6 @@
 """What a manifest says of one thing against what it says of another: the runtime divides by it, indexes and relies on it."""
 
+import math
 from collections.abc import Collection, Iterator
 
 from specedge.errors import SpecedgeError
@@ -32,7 +33,9 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
     yield "tree (allowed_ids)", highest_rank(manifest.tree) < manifest.allowed_ids
     for name, role in manifest.roles.items():
         yield f"roles.{name}.context", role.context == manifest.context and role.context <= role.kv.slots
-        yield f"roles.{name}.chunk", role.chunk >= 1
+        yield f"roles.{name}.chunk", 1 <= role.chunk <= role.context
+        yield f"roles.{name}.mask_value", -math.inf < role.mask_value < 0
+        yield f"roles.{name}.kv.layers", all(_past_inputs(graph) == 2 * role.kv.layers for graph in role.all_graphs)
         yield f"roles.{name}.weights ({role.weight_file})", _lies_in(role.weights, role.weight_file, manifest)
         yield f"roles.{name}.graphs", all(graph.file in manifest.files for graph in role.all_graphs)
         for unrolled in role.unrolled:
@@ -47,9 +50,11 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
                     and outputs.get("draft_ids") == ("int32", (1, len(unrolled.paths)))
                     and outputs.get("draft_logits") == (role.kv.dtype, (fed, role.vocab_size))
                     and _has_cache(unrolled.graph, role)
+                    and _is_fed(unrolled.graph, role)
                 ),
             )
     features = {_outputs(graph).get("hidden") or _outputs(graph).get("features") for graph in target.graphs}
+    yield "roles.target.graphs (hidden)", all(spec is None or len(spec[1]) == 3 for spec in features)
     for name, head in manifest.heads.items():
         yield from _head_claims(f"heads.{name}", head, features, manifest)
     if "eagle" in manifest.roles:
@@ -78,11 +83,19 @@ def _eagle_claims(eagle: Role, target: Role, features: set[Spec | None]) -> Iter
         yield f"roles.eagle.first ({graph.file})", {read[1][-1] if read[1] else None} == given and _has_cache(graph, eagle)
     for kind, graphs in (("first", eagle.first), ("graphs", eagle.graphs)):
         fits = all(_outputs(graph).get("logits", ("", ()))[1][-1:] == (eagle.vocab_size,) for graph in graphs)
-        yield f"roles.eagle.{kind}", bool(graphs) and fits and all(_has_cache(graph, eagle) for graph in graphs)
+        yield (
+            f"roles.eagle.{kind}",
+            bool(graphs) and fits and all(_has_cache(graph, eagle) and _is_fed(graph, eagle) for graph in graphs),
+        )
         widths = {graph.width for graph in graphs}
         yield f"roles.eagle.{kind} (widths)", widths == {None} or None not in widths
-    own = next((weight.shape for weight in eagle.weights if weight.name == VOCABULARY), None)
-    yield "roles.eagle.vocab_size", (own or (target.vocab_size,)) == (eagle.vocab_size,)
+    widest = [graph.width for graph in eagle.first if graph.width is not None]
+    yield "roles.eagle.chunk (widths)", not widest or eagle.chunk <= max(widest)
+    own = next((weight for weight in eagle.weights if weight.name == VOCABULARY), None)
+    yield "roles.eagle.vocab_size", (own.shape if own else (target.vocab_size,)) == (eagle.vocab_size,)
+    values = own and own.parts.get("values")
+    ids = values and (values.bytes, values.dtype, values.shape)
+    yield "roles.eagle.weights (vocabulary)", own is None or ids == (4 * eagle.vocab_size, "int32", (eagle.vocab_size,))
 
 
 def _has_cache(graph: Graph, role: Role) -> bool:
@@ -93,9 +106,21 @@ def _has_cache(graph: Graph, role: Role) -> bool:
     return found == dict.fromkeys(names, (kv.dtype, (1, kv.heads, kv.slots, kv.head_dim)))
 
 
+def _is_fed(graph: Graph, role: Role) -> bool:
+    """Whether a graph takes as many rows as its width says, and rotary tables of its role's size."""
+    ids, cos = (_inputs(graph).get(name, ("", ()))[1] for name in ("input_ids", "rope_cos"))
+    rows = [*ids][1:]
+    return cos[-1:] == (len(role.rope.inv_freq),) and (rows == [graph.width] or (graph.width is None and rows == ["T"]))
+
+
+def _past_inputs(graph: Graph) -> int:
+    return sum(spec.name.startswith("past_") for spec in graph.inputs)
+
+
 def _lies_in(weights: tuple[Weight, ...], file: str, manifest: Manifest) -> bool:
-    end = max((part.offset + part.bytes for weight in weights for part in weight.parts.values()), default=0)
-    return file in manifest.files and end <= manifest.files[file].bytes
+    parts = [part for weight in weights for part in weight.parts.values()]
+    size = manifest.files[file].bytes if file in manifest.files else -1
+    return size >= 0 and all(part.offset >= 0 <= part.bytes <= size - part.offset for part in parts)
 
 
 def _inputs(graph: Graph) -> dict[str, Spec]:
