@@ -11,7 +11,7 @@ from specedge.export.decoder import NORMED
 from specedge.export.eagle import EagleConfig, eagle_shapes
 from specedge.export.eagle_names import NamedTensors, name_tensors
 from specedge.export.eagle_settings import EagleSettings, feeds_back_normed, read_decoder, read_settings, settings_notes
-from specedge.export.eagle_taps import given_ids, read_taps
+from specedge.export.eagle_taps import given_ids, read_taps, taps_notes
 from specedge.export.eagle_vocabulary import read_vocabulary, vocabulary_notes
 from specedge.export.families import DecoderConfig
 from specedge.export.head_files import HeadFiles, open_head
@@ -79,8 +79,8 @@ def open_eagle(source: str, target: DecoderConfig, taps: tuple[int, ...] | None 
     _check_settings(settings, tensors, config)
     _check_tensors(tensors, config)
     notes = settings_notes(settings, decoder, generation, count)
-    if generation == 3 and taps is None and given_ids(settings) is None:
-        notes.append(f"{settings.path}: names no taps, the default {config.taps} assumed")
+    if generation == 3:
+        notes += taps_notes(settings, target.layers, config.taps, taps)
     notes += vocabulary_notes(tensors, settings, config.draft_vocab_size, decoder.vocab_size)
     names = {name: tensors.names[name] for name in eagle_shapes(config)}
     return EagleCheckpoint(files, config, names, vocabulary, tuple(notes))

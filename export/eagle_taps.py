@@ -42,6 +42,17 @@ def read_taps(settings: EagleSettings, layers: int, count: int, chosen: tuple[in
     return ids if entering else _checked(source, after, layers, count)
 
 
+def taps_notes(settings: EagleSettings, layers: int, taps: tuple[int, ...], chosen: tuple[int, ...] | None) -> list[str]:
+    """What a person should know of the choice: that a default was taken, or that the file says otherwise than the option."""
+    if given_ids(settings) is None:
+        return [] if chosen else [f"{settings.path}: names no taps, the default {taps} assumed"]
+    try:
+        said = read_taps(settings, layers, len(taps), None)
+    except SpecedgeError:  # it says nothing that could be known
+        return []
+    return [] if said == taps else [f"{settings.path}: its ids mean {_listed(said)}; {_OPTION} {_listed(taps)} is taken"]
+
+
 def default_taps(layers: int) -> tuple[int, ...]:
     """What every project trains on unless told otherwise."""
     return 2, layers // 2, layers - 3

@@ -73,7 +73,9 @@ def validate(
     if draft_reference and "medusa" in bundle.manifest.heads:
         checks += check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text)
     if draft_reference and "eagle" in bundle.manifest.roles:
-        checks += check_eagle(engine, draft_reference, source, model, text)
+        head_checks, said = check_eagle(engine, draft_reference, source, model, text)
+        checks += head_checks
+        notes += said
     quantised = bundle.role("target").quantised
     widths = width_agreement(engine, text[: 4 * max(bundle.manifest.widths) + 3])
     limit = _QUANTISED_WIDTH_LIMIT if quantised else LOGITS_LIMIT[engine.target.role.kv.dtype]

@@ -30,11 +30,12 @@ _FEATURES_LIMIT, _QUANTISED_FEATURES_LIMIT = 1e-3, 0.1  # of their norm; a neigh
 
 def check_eagle(
     engine: Engine, reference: str, checkpoint: Checkpoint, target: PreTrainedModel, text: list[int]
-) -> list[Check]:
+) -> tuple[list[Check], tuple[str, ...]]:
     """Stored weights and draft ids against the checkpoint's, features of the bundle's target against transformers, logits.
 
     Those are the head's against torch, fed with those features.
-    A quantised head is held to its own stored weights, as KL. `target` has the weights it is to be compared by.
+    A quantised head is held to its own stored weights, as KL. `target` has the weights it is to be compared by. What the
+    checkpoint's settings leave open or contradict is said beside the checks.
 
     Raises:
         SpecedgeError: `reference` is not what the bundle's head was made from.
@@ -74,9 +75,11 @@ def check_eagle(
     checks.append(Check("features_relative_error", "target", float(off.max()), limit))
     one, other = np.stack(found), np.stack(expected)
     if quantised:
-        return [*checks, Check("head_kl_to_stored_weights", "eagle", mean_kl(other, one), ACTIVATION_KL_LIMIT)]
-    worst = float(np.abs(one - other).max())
-    return [*checks, Check("head_logits_max_abs", "eagle", worst, LOGITS_LIMIT[engine.target.role.kv.dtype])]
+        checks.append(Check("head_kl_to_stored_weights", "eagle", mean_kl(other, one), ACTIVATION_KL_LIMIT))
+    else:
+        worst = float(np.abs(one - other).max())
+        checks.append(Check("head_logits_max_abs", "eagle", worst, LOGITS_LIMIT[engine.target.role.kv.dtype]))
+    return checks, opened.notes
 
 
 @torch.no_grad()

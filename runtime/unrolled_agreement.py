@@ -57,5 +57,6 @@ def unrolled_agreement(engine: Engine, texts: Sequence[Sequence[int]], shape: Tr
         for node in {parent for parent in single.tree.parents if single.tree.path(parent) == together.tree.path(parent)}:
             assert together.q and single.q
             size = max(engine.target.role.vocab_size, int(ids[-1]) + 1)
-            worst = max(worst, float(np.abs(together.q(node).dense(size) - single.q(node).dense(size)).max()))
+            found = np.abs(together.q(node).dense(size) - single.q(node).dense(size)).max()
+            worst = float(np.maximum(worst, found))  # NaN stays
     return DraftAgreement(different, drafted, worst)

@@ -264,7 +264,8 @@ def test_taps_that_can_be_known_are(
 def test_what_the_user_says_of_taps_counts(ids: list[int] | None, taps: tuple[int, ...], tmp_path: Path) -> None:  # B52
     path = save(tmp_path / "head", eagle3().tensors, plain(**{IDS: ids}))
     found = open_eagle(str(path), target_config(3), taps)
-    assert found.config.taps == taps and found.notes == ()
+    assert found.config.taps == taps
+    assert bool(found.notes) == (ids == [1, 2, 3] != list(taps))  # of three layers the third is the stream behind the last
 
 
 @pytest.mark.parametrize(
@@ -333,3 +334,11 @@ def test_medusa_heads_are_no_eagle(tmp_path: Path) -> None:
     assert "unused tensor: 0.0.linear.weight" in refusal(save(tmp_path / "head", {"0.0.linear.weight": ZEROS}, plain()))
     lone = prefixed("model.")({"fc.weight": eagle1().tensors["fc.weight"]})
     assert "missing tensor: layers.0.self_attn.q_proj.weight" in refusal(save(tmp_path / "head", lone, plain()))
+
+
+def test_taps_given_against_the_file_are_taken_and_noted(tmp_path: Path) -> None:
+    path = save(tmp_path / "head", eagle3().tensors, plain(eagle_aux_hidden_state_layer_ids=[2, 4, 5]))
+    assert open_eagle(str(path), TARGET, (2, 4, 5)).notes == ()
+    found = open_eagle(str(path), TARGET, (0, 1, 2))
+    assert found.config.taps == (0, 1, 2)
+    assert "its ids mean 2,4,5; --eagle-taps 0,1,2 is taken" in found.notes[0]
