@@ -207,7 +207,7 @@ def _prose(bundle: Bundle) -> list[int]:
         raise SpecedgeError(
             f"{bundle.path}: a context of {bundle.manifest.context}, expected at least {longest}; convert again"
         )
-    tokenizer = Tokenizer(bundle)
+    tokenizer = Tokenizer.of(bundle)
     text = PROSE
     while len(ids := tokenizer.encode(text)) < longest:
         text = f"{text} {PROSE}"

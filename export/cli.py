@@ -12,7 +12,7 @@ from specedge import __version__
 from specedge.bundle import Bundle
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
-from specedge.quant.scheme import GROUPS, Scheme
+from specedge.quant.scheme import BITS, GROUPS
 from specedge.runtime.bench import as_dict, bench
 from specedge.runtime.cli import COMMANDS
 from specedge.runtime.cli_bench import prompt_sets, show_bench
@@ -22,8 +22,6 @@ from specedge.runtime.generate import load
 from specedge.runtime.inspect import inspect
 from specedge.runtime.shape import read_shape
 from specedge.runtime.terminal import Group, Output, json_option, peak_rss
-
-_FLOATS = {"fp32": "float32", "fp16": "float16"}
 
 
 @click.group(cls=Group)
@@ -79,15 +77,38 @@ def fetch_command(name: str) -> None:
 @click.option("--asymmetric", is_flag=True, help="A zero point per group of a new grid.")
 @click.option(
     "--method",
-    type=click.Choice(["keep", "rtn"]),
+    type=click.Choice(["keep", "rtn", "clip", "gptq"]),
     help="keep: GGUF tensors stay on their own Q4_0, Q4_1 or Q8_0 grid, exactly, unless that has more bits than --weights; "
-    "the rest is rounded. rtn: round everything to the nearest (default: keep, or rtn with --group or --asymmetric).",
+    "the rest as with clip. Others put everything on new grids. rtn: of the largest weight. clip: of least squared error. "
+    "gptq: calibrated (default: keep, or clip with --group, --asymmetric, --rotate or --bits).",
 )
+@click.option("--rotate", is_flag=True, help="Spread outliers over all columns by a Hadamard rotation folded into the weights.")
+@click.option(
+    "--bits",
+    type=click.FloatRange(min=4, min_open=True, max=16),
+    help="Average bits per weight: the layers that suffer most from --weights int4 get 8 bits as far as this reaches.",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Text for --method gptq and --bits: a text file, or lines of JSON with ids, messages or text (default: what the "
+    "model writes itself).",
+)
+@click.option("--calibration-tokens", type=click.IntRange(min=1), help="How much of it (default: 32768).")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the model's own text and of --rotate (default: 0).")
 @click.option(
     "--head-weights",
     type=click.Choice(["int4", "int8", "fp16", "fp32"]),
     help="Embedding and head (default: int8 or the float type).",
 )
+@click.option(
+    "--draft-weights",
+    type=click.Choice(["int4", "int8", "fp16", "fp32"]),
+    help="The drafter's, with grids of their own: a coarser drafter costs acceptance only (default: as the target's).",
+)
+@click.option("--draft-group", type=click.Choice(list(GROUPS)), help="Likewise (default: 32).")
+@click.option("--draft-method", type=click.Choice(["keep", "rtn", "clip", "gptq"]), help="Likewise (default: keep, or clip).")
+@click.option("--draft-head-weights", type=click.Choice(["int4", "int8", "fp16", "fp32"]), help="Likewise.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @json_option
 def convert_command(
@@ -109,7 +130,16 @@ def convert_command(
     group: str | None,
     asymmetric: bool,
     method: str | None,
+    rotate: bool,
+    bits: float | None,
+    calibration: Path | None,
+    calibration_tokens: int | None,
+    seed: int | None,
     head_weights: str | None,
+    draft_weights: str | None,
+    draft_group: str | None,
+    draft_method: str | None,
+    draft_head_weights: str | None,
     force: bool,
     json_file: str | None,
 ) -> None:
@@ -119,13 +149,12 @@ def convert_command(
         raise UsageError(f"--lookup: means no other drafter; leave out --lookup or --{other}")
     if gamma is not None and widths is not None:
         raise UsageError("--widths: says what --gamma would; give one of them")
-    new_grid = [name for name, given in (("--group", group), ("--asymmetric", asymmetric)) if given]
-    of_grids = new_grid + ["--method"] * (method is not None)
-    if of_grids and weights in _FLOATS and head_weights in (None, *_FLOATS):
-        raise UsageError(f"{of_grids[0]}: --weights {weights} is not quantised; leave one of them out")
-    if new_grid and method == "keep":
-        raise UsageError(f"--method keep: {new_grid[0]} asks for another grid; leave out one of them")
-    head = head_weights or (weights if weights in _FLOATS else "int8")
+    recipes = _export("cli_recipe")
+    recipe = recipes.Options("", weights, head_weights, group, asymmetric, method, rotate, bits, seed).recipe()
+    drafters = recipes.Options("draft-", draft_weights, draft_head_weights, draft_group, False, draft_method)
+    if drafters.given and not other:
+        raise UsageError(f"{drafters.given[0]}: says how a drafter is stored; give --draft, --medusa or --eagle")
+    draft_recipe = drafters.recipe(default=weights) if drafters.given else None
     request = _export("request").Request(
         model=model,
         output=output,
@@ -139,15 +168,15 @@ def convert_command(
         chunk=chunk,
         one_call=one_call,
         tree=read_shape(tree).paths if tree else (),
-        body=_weight_form(weights, group or "32", not asymmetric),
-        head=_weight_form(head, group or "32", not asymmetric),
-        keep=method != "rtn" and not new_grid,
+        recipe=recipe,
+        draft_recipe=draft_recipe,
+        calibration=recipes.calibration(calibration, calibration_tokens, seed, recipe, draft_recipe),
         force=force,
     )
     out = Output(json_file)
     out.json(_convert(request, out))
     row = get_device(device)
-    if tree and row.accuracy_level == 4 and weights not in _FLOATS:
+    if tree and row.accuracy_level == 4 and weights in BITS:
         out.console.print(
             f"note: {row.name} rounds activations to 8 bits here, so a tree's branches give slightly other logits than a "
             "chain's steps; validate says how much that is"
@@ -237,10 +266,6 @@ def demo_command(output: Path, json_file: str | None) -> None:
     out.json({"convert": converted, "validate": report.as_dict(), "bench": as_dict(engine, results)})
     if not report.passed:
         raise click.exceptions.Exit(1)
-
-
-def _weight_form(name: str, group: str, symmetric: bool) -> Scheme | str:
-    return _FLOATS[name] if name in _FLOATS else Scheme.parse(name, group, symmetric)
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:

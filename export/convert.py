@@ -12,6 +12,7 @@ from specedge.bundle import Bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import UsageError
+from specedge.export.calibration_text import read_calibration
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.decoder import NORMED
 from specedge.export.eagle_checkpoint import open_eagle
@@ -20,6 +21,7 @@ from specedge.export.medusa import open_medusa
 from specedge.export.output import new_folder
 from specedge.export.request import Request
 from specedge.export.roles import Place, write_model
+from specedge.export.self_text import writer_of
 from specedge.export.unroll import Ranks
 from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
@@ -51,19 +53,20 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     ids = eagle.config.draft_vocab_size if eagle else draft.config.vocab_size if draft else 0
     drafted, widths = _drafts(request, verify, ids), _draft_widths(request.tree, context)
     with new_folder(request.output, request.force) as folder:
-        place = Place(folder, device, context, request, progress)
         has_tokenizer = target.save_tokenizer(folder)
         vocab = target.config.vocab_size
         allowed = min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab
         if (rank := highest_rank(request.tree)) >= allowed:
             raise UsageError(f"tree: rank {rank!s:.60}, expected 0..{allowed - 1}, choices among the ids this model can emit")
+        documents = _calibration(request, target, folder, allowed, context, progress)
+        place = Place(folder, device, context, request, progress, documents)
         roles = {}
         if draft:
             _check_vocabulary(folder, has_tokenizer, target, draft)
             one_call = device.one_call if request.one_call is None else request.one_call
-            roles["draft"] = write_model("draft", draft, widths, place, drafts=drafted if one_call else ())
+            roles["draft"] = write_model("draft", draft, widths, place, request.drafter, drafts=drafted if one_call else ())
         taps = eagle.config.taps if eagle else (NORMED,) if medusa else ()
-        roles["target"] = write_model("target", target, verify, place, taps)
+        roles["target"] = write_model("target", target, verify, place, request.recipe, taps)
         if eagle:
             roles["eagle"] = write_eagle(eagle, target, roles["target"], verify, widths, place, drafted)
         heads = {"medusa": write_medusa(medusa, roles["target"], place)} if medusa else {}
@@ -94,6 +97,15 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         )
         (folder / bundles.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return bundles.open_bundle(request.output)
+
+
+def _calibration(
+    request: Request, target: Checkpoint, folder: Path, allowed: int, context: int, progress: Progress
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids that target and draft are calibrated on, if a recipe asks for that; `folder` has the tokenizer."""
+    if not (request.recipe.calibrated or (request.draft and request.drafter.calibrated)):
+        return ()
+    return read_calibration(request.calibration, writer_of(target, folder, allowed, context), progress)
 
 
 def _context(request: Request, checkpoints: list[Checkpoint]) -> int:

@@ -87,10 +87,14 @@ class Attention(nn.Module):
         self.o_proj = Linear(query, config.hidden, output_bias, dtype)
 
     def forward(self, x: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
-        attend = self._attend_in_place if self.form == "in-place" else self._attend_delta
-        mixed, kv = attend(joined(x, self.q_proj, self.k_proj, self.v_proj), step, past)
+        mixed, kv = self.mix(x, step, past)
         projected: Tensor = self.o_proj(mixed)
         return projected, kv
+
+    def mix(self, x: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
+        """What o_proj reads."""
+        attend = self._attend_in_place if self.form == "in-place" else self._attend_delta
+        return attend(joined(x, self.q_proj, self.k_proj, self.v_proj), step, past)
 
     def _attend_in_place(self, packed: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
         # packed [1, T, (N + 2 K) D]; past [1, K, C + 1, D] are the same buffers as present
@@ -154,8 +158,13 @@ class Gate(nn.Module):
         self.down_proj = Linear(config.intermediate, config.hidden, config.mlp_bias, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        projected: Tensor = self.down_proj(self.gate(x))
         return projected
+
+    def gate(self, x: Tensor) -> Tensor:
+        """What down_proj reads."""
+        gated: Tensor = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return gated
 
 
 class Block(nn.Module):
@@ -174,6 +183,25 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), kv
 
 
+class Turn(nn.Module):
+    """The rotation R = diag(signs) (left x right) of a residual stream, and its inverse (`quant/rotate.py`)."""
+
+    def __init__(self, left: int, right: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.signs = nn.Parameter(torch.empty(left * right, dtype=dtype))
+        self.left = nn.Parameter(torch.empty(left, left, dtype=dtype))
+        self.right = nn.Parameter(torch.empty(right, right, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.left.T @ self._grid(x * self.signs) @ self.right).reshape(x.shape)
+
+    def back(self, x: Tensor) -> Tensor:
+        return (self.left @ self._grid(x) @ self.right.T).reshape(x.shape) * self.signs
+
+    def _grid(self, x: Tensor) -> Tensor:
+        return x.reshape(1, -1, len(self.left), len(self.right))
+
+
 class Decoder(nn.Module):
     """A step: token ids in, logits and the new (or present) KV columns out (docs/contract.md).
 
@@ -190,6 +218,8 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, form, dtype) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.rms_eps, dtype)
+        if config.rotation is not None:
+            self.rotation = Turn(*config.rotation, dtype)
         if form == "in-place":
             self.lm_head = Linear(config.hidden, config.vocab_size, False, dtype)
             if config.tied:
@@ -207,17 +237,20 @@ class Decoder(nn.Module):
         step = Step(rope_cos, rope_sin, attention_bias)
         step = _in_place(step, self.config, lengths[:2]) if self.form == "in-place" else delta_step(step, self.config)
         x = self.embed_tokens(input_ids)
+        if self.config.rotation is not None:
+            x = self.rotation(x)
         columns, streams = [], [x]
         for block, kv in zip(self.layers, past, strict=True):
             x, new = block(x, step, kv)
             columns.append(new)
             streams.append(x)
-        hidden = out = self.norm(x)
+        back = self.rotation.back if self.config.rotation is not None else lambda stream: stream
+        hidden = out = self.norm(back(x))
         if self.form == "in-place":
             out = self.lm_head(hidden.index_select(1, lengths[2]))
         if not self.taps:
             return out, columns
-        return out, torch.cat([hidden if tap == NORMED else streams[tap] for tap in self.taps], -1), columns
+        return out, torch.cat([hidden if tap == NORMED else back(streams[tap]) for tap in self.taps], -1), columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class DecoderConfig:
     mlp_bias: bool  # on gate, up and down
     inv_freq: tuple[float, ...]  # float32 values, head_dim / 2 of them, every RoPE scaling folded in
     rope_scaling: float  # multiplies cos and sin
+    rotation: tuple[int, int] | None = None  # of the residual stream, by the sizes of its two factors (`rotated`)
 
     def __post_init__(self) -> None:
         sizes = {

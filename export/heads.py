@@ -12,6 +12,7 @@ from specedge.export.compose import FED_BACK, LOGITS, Body, step
 from specedge.export.decoder import feature_name
 from specedge.export.eagle_checkpoint import EagleCheckpoint
 from specedge.export.medusa import MedusaCheckpoint
+from specedge.export.plan import plan_head
 from specedge.export.roles import GraphWriter, Place, kv_layout, layout_of, write_unrolled
 from specedge.export.store import WEIGHT_FILE, write_weights
 from specedge.export.unroll import Ranks, expand
@@ -25,7 +26,8 @@ def write_medusa(medusa: MedusaCheckpoint, target: Role, place: Place) -> Head:
     config, request = medusa.config, place.request
     weight_file = f"medusa/{WEIGHT_FILE}"
     (place.folder / "medusa").mkdir()
-    weights = write_weights("medusa", medusa, medusa.shapes, place.folder / weight_file, request, place.device, place.progress)
+    plan = plan_head(medusa.shapes, request.drafter)
+    weights = write_weights("medusa", medusa, plan, place.folder / weight_file, place.device, place.progress)
     by_name = {weight.name: weight for weight in weights}
     elsewhere: dict[str, str] = {}
     if not config.own_head:
@@ -59,10 +61,9 @@ def write_eagle(
     weight_file = f"eagle/{WEIGHT_FILE}"
     (place.folder / "eagle").mkdir()
     tensors = EagleTensors(eagle, checkpoint)
-    more = [] if eagle.vocabulary is None else [Stored(VOCABULARY, eagle.vocabulary, "I64", exact=True)]
-    weights = write_weights(
-        "eagle", tensors, tensors.shapes, place.folder / weight_file, request, place.device, place.progress, more
-    )
+    more = [] if eagle.vocabulary is None else [Stored(VOCABULARY, eagle.vocabulary, "I64", "", exact=True)]
+    plan = plan_head(tensors.shapes, request.drafter)
+    weights = write_weights("eagle", tensors, plan, place.folder / weight_file, place.device, place.progress, more)
     by_name = {weight.name: weight for weight in weights}
     elsewhere: dict[str, str] = {}
     for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -93,6 +94,7 @@ def write_eagle(
         rope=Rope(layer.inv_freq, layer.rope_scaling),
         kv=kv,
         taps=config.taps,
+        rotation=None,
         weight_file=weight_file,
         weights=tuple(weights),
         graphs=tuple(write(_name("next", width), step(following, fed_back.at(width)), width) for width in step_widths),

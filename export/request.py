@@ -1,22 +1,17 @@
 """What `spec-export convert` is asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specedge.errors import UsageError
+from specedge.export.calibration_text import Calibration
+from specedge.export.recipe import Recipe
 from specedge.manifest import is_tree
-from specedge.quant.scheme import Scheme
-
-INT4 = Scheme(4, 32, symmetric=True)
-INT8 = Scheme(8, 32, symmetric=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `spec-export convert` was asked for. `body` and `head` are a Scheme or a float type's name.
-
-    With `keep`, tensors the checkpoint holds on a grid of no more bits than their Scheme has stay on it, exactly.
-    """
+    """What `spec-export convert` was asked for."""
 
     model: str
     output: Path
@@ -30,9 +25,9 @@ class Request:
     chunk: int = 64
     one_call: bool | None = None  # whether a draft model drafts in one call; None: as the device row says
     tree: tuple[tuple[int, ...], ...] = ()  # paths of the draft tree (docs/contract.md); none: chains
-    body: Scheme | str = INT4
-    head: Scheme | str = INT8
-    keep: bool = True
+    recipe: Recipe = field(default_factory=Recipe)
+    draft_recipe: Recipe | None = None  # None: the drafter is stored as the target is
+    calibration: Calibration = field(default_factory=Calibration)
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -55,12 +50,15 @@ class Request:
             raise UsageError("one_call: only a draft model has that choice; give --draft or leave it out")
         if self.eagle_taps is not None and not self.eagle:
             raise UsageError("eagle_taps: say what an EAGLE head reads; give --eagle or leave them out")
-        if "float16" in (self.body, self.head) and self.body != self.head:
-            raise UsageError(
-                f"weights {self.body} with head weights {self.head}: fp16 is a whole graph's type; use it for both"
-            )
+        if self.drafter.dtype != self.recipe.dtype:
+            raise UsageError(f"draft weights {self.drafter.body}: the graphs' type is {self.recipe.dtype}; use fp16 for both")
+
+    @property
+    def drafter(self) -> Recipe:
+        """How a draft model's or head's weights are stored."""
+        return self.draft_recipe or self.recipe
 
     @property
     def dtype(self) -> str:
         """Type of the graph's activations, inputs, outputs and KV."""
-        return "float16" if self.body == "float16" else "float32"
+        return self.recipe.dtype

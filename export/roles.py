@@ -13,8 +13,12 @@ from specedge.export.compose import LOGITS, Body, Layout, step
 from specedge.export.decoder import IN_PLACE_SPARE, feature_name, padded_head_dim
 from specedge.export.families import DecoderConfig, tensor_names
 from specedge.export.lower import lower
+from specedge.export.plan import plan_model
+from specedge.export.recipe import Recipe
 from specedge.export.request import Request
+from specedge.export.rotated import rotate, rotation_shapes
 from specedge.export.store import WEIGHT_FILE, write_weights
+from specedge.export.tensors import Tensors
 from specedge.export.unroll import Ranks, expand
 from specedge.manifest import Graph, KVLayout, Role, Rope, Unrolled, Weight
 from specedge.progress import Progress
@@ -31,6 +35,7 @@ class Place:
     context: int
     request: Request
     progress: Progress
+    documents: Sequence[Sequence[int]] = ()  # token ids of calibration text
 
 
 @dataclass(slots=True)
@@ -67,6 +72,7 @@ def write_model(
     checkpoint: Checkpoint,
     widths: list[int],
     place: Place,
+    recipe: Recipe,
     taps: tuple[int, ...] = (),
     drafts: Sequence[Sequence[Ranks]] = (),
 ) -> Role:
@@ -74,10 +80,16 @@ def write_model(
 
     `drafts` are the chains and trees that it drafts in one call, by their paths.
     """
-    config, request, device = checkpoint.config, place.request, place.device
+    request, device = place.request, place.device
     (place.folder / role).mkdir()
-    shapes = {name: shape for name, (_, shape) in tensor_names(config).items()}
-    weights = write_weights(role, checkpoint, shapes, place.folder / role / WEIGHT_FILE, request, place.device, place.progress)
+    tensors: Tensors = checkpoint
+    config = checkpoint.config
+    if recipe.rotation is not None:
+        tensors = rotated = rotate(checkpoint, config, recipe.rotation)
+        config = rotated.config
+    shapes = {name: shape for name, (_, shape) in tensor_names(config).items()} | rotation_shapes(config)
+    plan = plan_model(config, tensors, shapes, recipe, place.documents, role, place.progress)
+    weights = write_weights(role, tensors, plan, place.folder / role / WEIGHT_FILE, device, place.progress)
     chunk = max(min(request.chunk, place.context), *widths)
     steps = sorted({*widths, chunk})
     by_name = {weight.name: weight for weight in weights}
@@ -103,6 +115,7 @@ def write_model(
         rope=Rope(config.inv_freq, config.rope_scaling),
         kv=kv,
         taps=taps,
+        rotation=recipe.rotation,
         weight_file=f"{role}/{WEIGHT_FILE}",
         weights=tuple(weights),
         graphs=tuple(graphs),

@@ -1,14 +1,25 @@
 """What every checkpoint's tensors must pass: all there, of the right shape, all used, all finite."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from specedge.errors import SpecedgeError
 from specedge.export.families import DecoderConfig, shape_origin
+from specedge.quant.pack import Quantized
 
 Shape = tuple[int, ...]
+
+
+class Tensors(Protocol):
+    """Tensors by their canonical names, read when they are asked for."""
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]: ...
+    def stored_type(self, name: str) -> str: ...
+    def grid(self, name: str) -> Quantized | None: ...
 
 
 def check_complete(
@@ -54,3 +65,12 @@ def first_of(names: Iterable[str]) -> str:
     """The first name and how many more there are."""
     first, *others = names
     return f"{first} and {len(others)} more" if others else first
+
+
+def fingerprint(tensors: Tensors, names: Iterable[str]) -> str:
+    """Of a model's tensors, values and names."""
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(tensors.tensor(name)).data)
+    return digest.hexdigest()[:32]

@@ -13,12 +13,10 @@ from specedge.bundle import Bundle, changed_files
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
-from specedge.export.families import tensor_names
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, Logits, Quality, Report, mean_kl, measure_quality
 from specedge.export.validate_eagle import check_eagle
 from specedge.export.validate_heads import check_medusa, check_unrolled
-from specedge.export.validate_weights import check_weights
-from specedge.export.weights import read_float32
+from specedge.export.validate_weights import check_model_weights, load_stored
 from specedge.progress import Progress, silent
 from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, Agreement, compare_greedy, tree_rows, walk, width_agreement
 from specedge.runtime.generate import Engine, load
@@ -139,7 +137,7 @@ def _check_role(
     wanted = {1, *bundle.manifest.widths, *(graph.width for graph in sequence.role.graphs if graph.width), sequence.role.chunk}
     widths = sorted(width for width in wanted if width <= sequence.widest)
     progress(f"validate: {role}", 0, 2 + len(widths))
-    checks = _check_weights(bundle, role, checkpoint)
+    checks = check_model_weights(bundle, role, checkpoint)
     progress(f"validate: {role}", 1, 2 + len(widths))
     allowed = min(bundle.manifest.allowed_ids, bundle.role(role).vocab_size)
     windows = [range(min(3 * sequence.role.chunk, len(text))), range(max(len(text) - _END, 0), len(text))]
@@ -148,7 +146,7 @@ def _check_role(
     truth = _reference_logits(model, text, rows)[:, :allowed]
     quantised = bundle.role(role).quantised
     if quantised:
-        _load_stored_weights(model, bundle, role)
+        load_stored(model, bundle, role, checkpoint)
         stored = _reference_logits(model, text, rows)[:, :allowed]
     for done, width in enumerate(widths, 2):
         progress(f"validate: {role}", done, 2 + len(widths))
@@ -167,26 +165,6 @@ def _load_quietly(checkpoint: Checkpoint) -> PreTrainedModel:
     """The reference, without the bars transformers draws between ours."""
     with contextlib.redirect_stderr(io.StringIO()):
         return checkpoint.load_reference()
-
-
-def _check_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> list[Check]:
-    """The role's stored weights against its own checkpoint; another one is refused."""
-    names = tensor_names(checkpoint.config)
-    weights = {weight.name: weight for weight in bundle.role(role).weights}
-    if weights.keys() != names.keys() or any(weights[name].shape != shape for name, (_, shape) in names.items()):
-        raise SpecedgeError(
-            f"{bundle.path}: {role} has other tensors or shapes than {checkpoint.name}; name its own checkpoint"
-        )
-    return check_weights(role, weights.values(), bundle.file(bundle.role(role).weight_file), checkpoint)
-
-
-def _load_stored_weights(model: PreTrainedModel, bundle: Bundle, role: str) -> None:
-    """Give the reference the bundle's own weights, dequantised: what is left is the graph's doing."""
-    path = bundle.file(bundle.role(role).weight_file)
-    with torch.no_grad():
-        for weight in bundle.role(role).weights:
-            name = weight.name if weight.name == "lm_head.weight" else f"model.{weight.name}"
-            model.get_parameter(name).copy_(torch.from_numpy(read_float32(weight, path)[0]))
 
 
 @torch.no_grad()

@@ -4,33 +4,91 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
 
+from specedge.bundle import Bundle
+from specedge.errors import SpecedgeError
+from specedge.export.checkpoint import Checkpoint
+from specedge.export.families import tensor_names
 from specedge.export.report import Check
-from specedge.export.store import Tensors
+from specedge.export.rotated import Rotated, rotate, rotation_shapes
+from specedge.export.tensors import Tensors
 from specedge.export.weights import read_float32
 from specedge.manifest import Weight
 
 _ROUNDING = 1e-3  # float error allowed beyond one quantisation step, in steps
+_CALIBRATED = 0.5  # |stored - exact| / |exact|, Frobenius norms: calibration moves weights by several steps, but not anywhere
+
+
+def check_model_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> list[Check]:
+    """The role's stored weights against its own checkpoint.
+
+    Raises:
+        SpecedgeError: It is another model's.
+    """
+    tensors, config = stored_basis(bundle, role, checkpoint), checkpoint.config
+    shapes = {name: shape for name, (_, shape) in tensor_names(config).items()}
+    if isinstance(tensors, Rotated):
+        shapes |= rotation_shapes(tensors.config)
+    record = bundle.role(role)
+    if {weight.name: weight.shape for weight in record.weights} != shapes:
+        raise SpecedgeError(
+            f"{bundle.path}: {role} has other tensors or shapes than {checkpoint.name}; name its own checkpoint"
+        )
+    return check_weights(role, record.weights, bundle.file(record.weight_file), tensors)
+
+
+def stored_basis(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Tensors:
+    """The checkpoint's tensors in the basis that the role's weights are stored in."""
+    rotation = bundle.role(role).rotation
+    return checkpoint if rotation is None else rotate(checkpoint, checkpoint.config, rotation)
 
 
 def check_weights(label: str, weights: Iterable[Weight], path: Path, tensors: Tensors) -> list[Check]:
     """How many tensors changed that the manifest calls exact, and the largest difference of a stored weight.
 
-    That is counted in quantisation steps, or from the nearest float of its type.
+    That is counted in quantisation steps, or from the nearest float of its type. Tensors rounded by calibration are held to
+    their own as a whole, as weights are moved there to make up for others.
     """
-    worst, changed, quantised = [], 0, False
+    worst, distances, changed, quantised = [0.0], [0.0], 0, False
     for weight in weights:
         values, steps = read_float32(weight, path)
         exact = tensors.tensor(weight.name)
         changed += weight.exact and not np.array_equal(values, exact)
-        if steps is None:
+        if weight.method == "gptq":
+            distances.append(relative_error(values, exact))
+        elif steps is None:
             worst.append(np.abs(values - exact.astype(weight.scheme).astype(np.float32)).max())
         else:
             quantised = True
             unit = np.where(steps > 0, steps, np.maximum(np.abs(exact), 1e-30))  # a block of scale 0 may lose itself
             worst.append((np.abs(values - exact) / unit).max())
     limit = 1.0 + _ROUNDING if quantised else 0.0
-    return [
+    checks = [
         Check("exact_weights_changed", label, float(changed), 0.0),
         Check("weight_error", label, float(np.max(worst)), limit),
     ]
+    calibrated = [Check("calibrated_weights_error", label, float(np.max(distances)), _CALIBRATED)]
+    return checks + calibrated * (len(distances) > 1)
+
+
+def relative_error(values: npt.NDArray[np.float32], exact: npt.NDArray[np.float32]) -> float:
+    """|values - exact| / |exact| in Frobenius norms; of zeros, 0 if they are kept."""
+    lost, norm = np.linalg.norm(values - exact), np.linalg.norm(exact)
+    return float(lost / norm) if norm else float(lost > 0)
+
+
+@torch.no_grad()
+def load_stored(model: PreTrainedModel, bundle: Bundle, role: str, checkpoint: Checkpoint) -> None:
+    """Give the reference the bundle's own weights, dequantised and turned back: what is left is the graph's doing."""
+    path, tensors = bundle.file(bundle.role(role).weight_file), stored_basis(bundle, role, checkpoint)
+    for weight in bundle.role(role).weights:
+        if weight.name.startswith("rotation."):
+            continue
+        values = read_float32(weight, path)[0]
+        if isinstance(tensors, Rotated) and weight.name.startswith("layers.") and "layernorm" not in weight.name:
+            values = tensors.turned_back(weight.name, values)
+        name = weight.name if weight.name == "lm_head.weight" else f"model.{weight.name}"
+        model.get_parameter(name).copy_(torch.from_numpy(np.ascontiguousarray(values)))

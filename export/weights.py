@@ -25,11 +25,15 @@ _BLOCKS = (128, 64, 32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A tensor on its way into the file. `source` is the type it had in the checkpoint, `exact` whether it kept its values."""
+    """A tensor on its way into the file.
+
+    `source` is the type it had in the checkpoint, `method` how it was rounded, `exact` whether it kept its values.
+    """
 
     name: str
     values: Array | Quantized
     source: str
+    method: str
     exact: bool
 
     @property
@@ -60,7 +64,7 @@ class WeightWriter:
             for array, extent in zip(arrays, extents, strict=True):
                 extent[part] = self._append(array[part])
         return [
-            Weight(tensor.name, tensor.scheme, tensor.values.shape, extent, tensor.source, tensor.exact)
+            Weight(tensor.name, tensor.scheme, tensor.values.shape, extent, tensor.source, tensor.method, tensor.exact)
             for tensor, extent in zip(tensors, extents, strict=True)
         ]
 

@@ -51,7 +51,7 @@ class Engine:
             raise SpecedgeError(f"{bundle.path}: no drafter {drafter!r}; it holds {', '.join(manifest.drafters)}")
         if self.drafter_name not in _DRAFTERS:
             raise SpecedgeError(f"{bundle.path}: drafter {self.drafter_name!r}: this version runs {', '.join(_DRAFTERS)}")
-        self.tokenizer = Tokenizer(bundle) if "tokenizer.json" in manifest.files else None
+        self.tokenizer = Tokenizer.of(bundle) if "tokenizer.json" in manifest.files else None
         models = [Model(bundle, "target", device, threads, prepare)]
         if self._drafts("draft"):
             models.append(Model(bundle, "draft", draft_device, threads, prepare))

@@ -3,9 +3,9 @@
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 import jinja2.sandbox
@@ -31,18 +31,25 @@ def _open_tokenizer(path: Path, mtime_ns: int, size: int) -> tokenizers.Tokenize
 
 
 class Tokenizer:
-    """The bundle's tokenizer.json and chat template."""
+    """A tokenizer.json with its settings and chat template; `find` gives the path of a file that is there."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        path = bundle.file("tokenizer.json")
+    def __init__(self, where: Path, find: Callable[[str], Path | None]) -> None:
+        path = find("tokenizer.json")
+        assert path is not None
         stat = path.stat()
         self._tokenizer = _open_tokenizer(path.resolve(), stat.st_mtime_ns, stat.st_size)
-        self._template = _read(bundle, "chat_template.jinja")
+        self._template = _read(find("chat_template.jinja"))
         try:
-            config = json.loads(_read(bundle, "tokenizer_config.json") or "{}")
+            config = json.loads(_read(find("tokenizer_config.json")) or "{}")
             self._special = {key: _token_text(config.get(key)) for key in _SPECIAL}
         except (ValueError, AttributeError, KeyError) as error:
-            raise SpecedgeError(f"{bundle.path}: tokenizer_config.json cannot be read ({error}); convert again") from error
+            raise SpecedgeError(f"{where}: tokenizer_config.json cannot be read ({error}); convert again") from error
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Self:
+        """A bundle's own."""
+        files = bundle.manifest.files
+        return cls(bundle.path, lambda name: bundle.file(name) if name in files else None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
@@ -150,10 +157,8 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _UNFINISHED = 3  # bytes of a UTF-8 character short of its last; a tokenizer shows them as one to three broken characters
 
 
-def _read(bundle: Bundle, name: str) -> str | None:
-    if name not in bundle.manifest.files:
-        return None
-    return bundle.file(name).read_text(encoding="utf-8")
+def _read(path: Path | None) -> str | None:
+    return path.read_text(encoding="utf-8") if path else None
 
 
 def _token_text(value: Any) -> str:

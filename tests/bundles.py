@@ -1,6 +1,7 @@
 """Bundles of tiny models for the tests, float32 and small unless a test says otherwise, and what is inside them."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import tiny
 from specedge.bundle import Bundle
 from specedge.export.convert import convert
+from specedge.export.recipe import Recipe
 from specedge.export.request import Request
 from specedge.export.weights import read_float32
 from specedge.manifest import Role
@@ -25,11 +27,17 @@ from tiny import Array
 SHAPE: dict[str, Any] = {"context": 128, "widths": (1, 4), "chunk": 8}
 
 
+_RECIPE = {field.name for field in dataclasses.fields(Recipe)}
+
+
 def make(source: Path, output: Path, **options: Any) -> Path:
-    """Convert `source` with the options of `Request`, in float32, widths 1, 4 and 6, context 64, chunk 8 by default."""
+    """Convert `source` with the options of `Request` and `Recipe`.
+
+    In float32, widths 1, 4 and 6, context 64, chunk 8 by default.
+    """
+    given = {name: options.pop(name) for name in [*options] if name in _RECIPE}
     settings: dict[str, Any] = {
-        "body": "float32",
-        "head": "float32",
+        "recipe": Recipe(**{"body": "float32", "head": "float32", **given}),
         "widths": (1, 4, 6),
         "context": 64,
         "chunk": 8,

@@ -17,7 +17,7 @@ import tiny
 from bundles import make
 from specedge.bundle import MANIFEST, changed_files, open_bundle, sha256
 from specedge.errors import SpecedgeError
-from specedge.export.request import INT4, INT8
+from specedge.export.recipe import INT4, INT8
 from specedge.manifest import SCHEMA
 from specedge.runtime import load
 

@@ -35,7 +35,7 @@ from specedge.bundle import Bundle, open_bundle
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export.checkpoint import open_checkpoint
-from specedge.export.request import INT4, INT8
+from specedge.export.recipe import INT4, INT8
 from specedge.export.weights import block_size
 from specedge.manifest import Weight
 from specedge.quant.scheme import GROUPS, Scheme

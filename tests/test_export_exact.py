@@ -16,7 +16,7 @@ from checkpoints import any_blocks, refuse, rewrite_gguf
 from specedge.bundle import Bundle, open_bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import open_checkpoint
-from specedge.export.request import INT4, INT8
+from specedge.export.recipe import INT4, INT8
 from specedge.export.weights import read_float32
 from specedge.manifest import Weight
 from specedge.quant.scheme import Scheme

@@ -23,7 +23,8 @@ from specedge.export import to_onnx
 from specedge.export.checkpoint import open_checkpoint
 from specedge.export.compose import step
 from specedge.export.lower import lower
-from specedge.export.request import INT4, INT8, Request
+from specedge.export.recipe import INT4, INT8
+from specedge.export.request import Request
 from specedge.export.roles import Place, delta_body, layout_of
 from specedge.export.weights import Stored, WeightWriter, read_float32
 from specedge.manifest import Weight
@@ -131,7 +132,7 @@ def scattered(bundle: Bundle, path: Path) -> list[Weight]:
             content += bytes(64 + -len(content) % 64)
             parts[name] = type(part)(len(content), part.bytes, part.dtype, part.shape)
             content += old[part.offset : part.offset + part.bytes]
-        weights.append(Weight(weight.name, weight.scheme, weight.shape, parts, weight.source, weight.exact))
+        weights.append(Weight(weight.name, weight.scheme, weight.shape, parts, weight.source, weight.method, weight.exact))
     path.write_bytes(content)
     return weights
 
@@ -169,7 +170,7 @@ def test_only_neighbours_of_one_input_are_joined(parts: tuple[str, ...], product
     stored = {}
     for name, matrix in matrices.items():
         values = round_to_nearest(matrix, scheme) if isinstance(scheme, Scheme) else matrix
-        stored[name] = Stored(name, values, "F32", exact=False)
+        stored[name] = Stored(name, values, "F32", "", exact=False)
     with WeightWriter(tmp_path / "weights.bin") as writer:
         weights = [*writer.add([stored["a"], stored["b"]]), *writer.add([tensor("gap")]), *writer.add([stored["c"]])]
     inputs = {name: rng.standard_normal((1, 3, 32)).astype(np.float32) for name in "xy"}
@@ -185,7 +186,7 @@ def test_only_neighbours_of_one_input_are_joined(parts: tuple[str, ...], product
 
 
 def tensor(name: str) -> Stored:
-    return Stored(name, np.zeros((1, 32), np.float32), "F32", exact=False)
+    return Stored(name, np.zeros((1, 32), np.float32), "F32", "", exact=False)
 
 
 def concat_of(parts: Sequence[str]) -> onnx.ModelProto:

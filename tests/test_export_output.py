@@ -16,7 +16,8 @@ from checkpoints import damaged
 from specedge.bundle import open_bundle
 from specedge.errors import SpecedgeError
 from specedge.export.convert import convert
-from specedge.export.request import INT4, INT8, Request
+from specedge.export.recipe import INT4, INT8
+from specedge.export.request import Request
 from specedge.export.weights import PAGE
 from specedge.runtime import load
 

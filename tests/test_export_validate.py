@@ -19,8 +19,8 @@ import tiny
 from bundles import make
 from specedge.bundle import MANIFEST, open_bundle, sha256
 from specedge.export.cli import main
+from specedge.export.recipe import INT4, INT8
 from specedge.export.report import Check
-from specedge.export.request import INT4, INT8
 from test_runtime_heads import save
 from tiny import Array
 

@@ -38,7 +38,7 @@ def tensor(name: str, scheme: Scheme | str, rows: int, columns: int = 64) -> Sto
         values = Quantized(scheme, (rows, columns), codes, scales, minima=minima)
     else:
         values = round_to_nearest(weight, scheme)
-    return Stored(name, values, "F32", exact=False)
+    return Stored(name, values, "F32", "", exact=False)
 
 
 def write(path: Path, *groups: Sequence[Stored]) -> list[list[Weight]]:
@@ -81,7 +81,7 @@ def test_what_does_not_touch_is_not_one_matrix(scheme: Scheme | str, tmp_path: P
 
 def placed(name: str, shape: tuple[int, int], offset: int, scheme: str = "float32") -> Weight:
     size = 4 * shape[0] * shape[1]
-    return Weight(name, scheme, shape, {"values": Extent(offset, size, "float32", shape)}, "F32", True)
+    return Weight(name, scheme, shape, {"values": Extent(offset, size, "float32", shape)}, "F32", "", True)
 
 
 def test_weights_that_differ_are_not_one_matrix():

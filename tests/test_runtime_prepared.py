@@ -19,7 +19,7 @@ import tiny
 from bundles import make
 from specedge.bundle import MANIFEST, open_bundle
 from specedge.errors import UsageError
-from specedge.export.request import INT4, INT8
+from specedge.export.recipe import INT4, INT8
 from specedge.runtime import Engine, load, prepared
 from specedge.runtime.memory import measure_engines
 from specedge.runtime.model import Model

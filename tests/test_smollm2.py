@@ -15,6 +15,7 @@ from specedge.bundle import open_bundle
 from specedge.export.checkpoint import open_checkpoint
 from specedge.export.convert import convert
 from specedge.export.fetch import fetch
+from specedge.export.recipe import Recipe
 from specedge.export.request import Request
 from specedge.export.validate import validate
 from specedge.export.weights import read_float32
@@ -43,7 +44,9 @@ def int4(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("device", ["cpu", "cpu-static"])
 def test_float32_logits_are_those_of_transformers(model: str, device: str, tmp_path: Path):
-    request = Request(model, tmp_path / "bundle", device=device, widths=(1, 5), context=512, body="float32", head="float32")
+    request = Request(
+        model, tmp_path / "bundle", device=device, widths=(1, 5), context=512, recipe=Recipe("float32", "float32")
+    )
     report = validate(convert(request).path, model, prompts=2, tokens=32)
     assert report.passed, [check for check in report.checks if not check.passed]
     assert report.quality.logits_max_abs <= 1e-3

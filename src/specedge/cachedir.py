@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from specedge.errors import SpecedgeError
@@ -27,3 +28,16 @@ def _home() -> Path:
         return Path.home()
     except RuntimeError:
         raise SpecedgeError("SPECEDGE_CACHE: not set, and this user has no home directory; set it to a folder") from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all, its folder first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise

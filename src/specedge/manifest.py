@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-SCHEMA = 4
+SCHEMA = 5
 VOCABULARY = "vocabulary"
 """The weight int32 [Vd] that says which ids of the target a head's own are, ascending; without it they are the same."""
 
@@ -44,7 +44,8 @@ class Weight:
     """One checkpoint tensor as stored: its own shape, and parts "values", or "codes", "scales" and what zero needs.
 
     That is nothing, "zero_points", or "minima" with the "offsets" a graph makes up for them with. `source` is the type it
-    had in the checkpoint; `exact` says that no value changed.
+    had in the checkpoint, `method` how it came onto its grid: "kept", "rtn", "clip", "gptq", or "" for floats; `exact` says
+    that no value changed.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Weight:
     shape: tuple[int, ...]
     parts: dict[str, Extent]
     source: str
+    method: str
     exact: bool
 
 
@@ -87,7 +89,8 @@ class Role:
     """A model of the bundle: its graphs and what the host must know to feed them.
 
     `taps` are what its graphs give (a target) or read (an EAGLE head) besides: the residual streams entering these blocks, -1
-    for what feeds the LM head. An EAGLE head reads the text with the graphs `first` and its own drafts with `graphs`.
+    for what feeds the LM head. With a `rotation`, which is its seed, the weights of the layers are those of the rotated model;
+    what the graphs give is not rotated. An EAGLE head reads the text with the graphs `first` and its own drafts with `graphs`.
     """
 
     model_type: str
@@ -99,6 +102,7 @@ class Role:
     rope: Rope
     kv: KVLayout
     taps: tuple[int, ...]
+    rotation: int | None
     weight_file: str
     weights: tuple[Weight, ...]
     graphs: tuple[Graph, ...]

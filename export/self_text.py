@@ -1,0 +1,158 @@
+"""Text that a model writes itself: what it is calibrated on, and what it is judged by, never the same prompts."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from specedge.cachedir import write_whole
+from specedge.export.checkpoint import Checkpoint
+from specedge.export.families import tensor_names
+from specedge.export.tensors import fingerprint
+from specedge.progress import Progress
+from specedge.runtime.text import Tokenizer
+
+Part = Literal["calibration", "held-out"]
+_TASKS = (
+    "Explain in a few sentences how {} works or came to be.",
+    "Write a short story in which {} plays a part.",
+    "Give me three practical tips about {}.",
+    "Write a short dialogue between two friends about {}.",
+    "What are common mistakes people make with {}, and how can they be avoided?",
+    "Describe {} to a child of eight.",
+    "Write a polite e-mail to a colleague about {}.",
+    "List five facts about {} with one sentence each.",
+    "Write a small Python program that has something to do with {}, and explain it.",
+    "Compare {} with something similar and say which you would choose.",
+)
+_TOPICS = (
+    "bread", "bicycles", "the moon", "a lighthouse", "chess", "honey", "train stations", "umbrellas", "the sea",
+    "a school garden", "coffee", "old maps", "bees", "winter", "a violin", "football", "glass", "letters", "rivers",
+    "the alphabet", "dogs", "a birthday party", "computers", "soap", "mountains", "tea", "numbers", "a library", "shoes",
+    "volcanoes", "rain", "clocks", "a small bakery", "dreams", "the number pi", "owls", "paper", "salt", "a used car",
+    "languages", "cheese", "electric light", "the dentist", "sorting a list", "apples", "vaccines", "a fire station",
+    "photography",
+)  # fmt: skip
+_TOGETHER = 32  # documents written at once
+_LONGEST = 256  # tokens of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A model that can write: `model` opens it in transformers once it is needed, `fingerprint` says which it is."""
+
+    model: Callable[[], PreTrainedModel]
+    fingerprint: str
+    tokenizer: Tokenizer | None
+    allowed: int  # ids it may emit
+    longest: int  # tokens of a document
+    eos_ids: tuple[int, ...]
+
+
+def writer_of(checkpoint: Checkpoint, folder: Path, allowed: int, longest: int) -> Writer:
+    """A checkpoint that writes with the tokenizer that `folder` holds."""
+
+    def find(name: str) -> Path | None:
+        return folder / name if (folder / name).is_file() else None
+
+    tokenizer = Tokenizer(folder, find) if find("tokenizer.json") else None
+    names = tensor_names(checkpoint.config)
+    return Writer(checkpoint.load_reference, fingerprint(checkpoint, names), tokenizer, allowed, longest, checkpoint.eos_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Token ids: a prompt of `prompt` tokens and what the model wrote behind it."""
+
+    ids: tuple[int, ...]
+    prompt: int
+
+
+def write_documents(
+    writer: Writer, part: Part, tokens: int, seed: int, cache: Path, progress: Progress
+) -> tuple[Document, ...]:
+    """Documents of at least `tokens` tokens behind their prompts, sampled at temperature 1; kept in `cache`, batch by batch.
+
+    The prompts of the two parts differ in topic; a checkpoint without tokenizer starts from single ids, likewise.
+    """
+    folder = cache / "text" / writer.fingerprint
+    prompts = _prompts(writer, part, seed)
+    documents: list[Document] = []
+    model: PreTrainedModel | None = None
+    written = batch = 0
+    progress(f"{part} text", 0, tokens)
+    while written < tokens:
+        path = folder / f"{part}-{seed}-{batch}.json"
+        together = [prompts[(batch * _TOGETHER + place) % len(prompts)] for place in range(_TOGETHER)]
+        found = _read(path)
+        if found is None:
+            model = model or writer.model()
+            found = _sample(model, writer, together, (seed << 32) + batch)
+            _write(path, found)
+        documents += found
+        batch += 1
+        written += sum(len(document.ids) - document.prompt for document in found)
+        progress(f"{part} text", min(tokens, written), tokens)
+    return tuple(documents)
+
+
+def _prompts(writer: Writer, part: Part, seed: int) -> list[list[int]]:
+    """The part's prompts in the order of the seed; half of a document at most."""
+    half = 0 if part == "calibration" else 1
+    if writer.tokenizer is None:
+        prompts = [[token] for token in range(half, writer.allowed, 2)]
+    else:
+        pairs = product(_TASKS, _TOPICS[half::2])
+        prompts = [writer.tokenizer.encode_request(task.format(topic)) for task, topic in pairs]
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(prompts))
+    return [prompts[index][: max(1, writer.longest // 2)] for index in order]
+
+
+@torch.no_grad()
+def _sample(model: PreTrainedModel, writer: Writer, prompts: Sequence[Sequence[int]], seed: int) -> list[Document]:
+    """What the model writes behind prompts, one token of each at a time."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    generator = torch.Generator().manual_seed(seed)
+    cache, fed = None, ids
+    for _ in range(min(_LONGEST, writer.longest - width)):
+        positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -fed.shape[1] :]
+        out = model(fed, attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        law = torch.softmax(out.logits[:, -1, : writer.allowed].double(), -1)
+        fed = torch.multinomial(law, 1, generator=generator)
+        ids, seen = torch.cat((ids, fed), 1), torch.cat((seen, torch.ones_like(fed)), 1)
+        if writer.eos_ids and _ended(ids[:, width:], writer.eos_ids).all():
+            break
+    return [
+        _document(row[width - len(prompt) :], len(prompt), writer) for row, prompt in zip(ids.tolist(), prompts, strict=True)
+    ]
+
+
+def _ended(answers: torch.Tensor, eos_ids: Sequence[int]) -> torch.Tensor:
+    return torch.isin(answers, torch.tensor(list(eos_ids))).any(1)
+
+
+def _document(ids: Sequence[int], prompt: int, writer: Writer) -> Document:
+    """Up to the first end of text."""
+    ends = [place for place, token in enumerate(ids) if place >= prompt and token in writer.eos_ids]
+    return Document(tuple(ids[: min(ends, default=len(ids)) + 1]), prompt)
+
+
+def _read(path: Path) -> list[Document] | None:
+    """What was written before; a file that does not hold documents is written anew."""
+    try:
+        return [Document(tuple(ids), prompt) for ids, prompt in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(path: Path, documents: Sequence[Document]) -> None:
+    write_whole(path, json.dumps([[document.ids, document.prompt] for document in documents]).encode())
