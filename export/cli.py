@@ -23,6 +23,8 @@ from specedge.runtime.inspect import inspect
 from specedge.runtime.shape import read_shape
 from specedge.runtime.terminal import Group, Output, json_option, peak_rss
 
+_JUDGED = 20000  # tokens of a text that quality is judged on
+
 
 @click.group(cls=Group)
 @click.version_option(__version__, prog_name="spec-export")
@@ -202,6 +204,17 @@ def _convert(request: Any, output: Output) -> dict[str, object]:
     "--prompts", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts whose greedy ids are compared."
 )
 @click.option("--tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens of each answer.")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Judge quality on this text: a text file, or lines of JSON with ids, messages or text.",
+)
+@click.option(
+    "--held-out",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Judge quality on so many tokens: of --text, or written by the model itself on prompts that calibration never uses.",
+)
 @json_option
 def validate_command(
     bundle: Path,
@@ -211,13 +224,16 @@ def validate_command(
     draft_device: str | None,
     prompts: int,
     tokens: int,
+    text: Path | None,
+    held_out: int | None,
     json_file: str | None,
 ) -> None:
     """Prove that a BUNDLE computes what its checkpoint says; exit code 0 only if everything passed."""
     output = Output(json_file)
     with output.progress() as progress:
+        judged = _export("quality").Judged(text, held_out or _JUDGED) if text or held_out else None
         report = _export("validate").validate(
-            bundle, reference, draft_reference, device, draft_device, prompts, tokens, progress
+            bundle, reference, draft_reference, device, draft_device, prompts, tokens, progress, judged
         )
     _show_report(output, report)
     output.json(report.as_dict())
@@ -230,10 +246,16 @@ def _show_report(output: Output, report: Any) -> None:
     for check in report.checks:
         table.add_row(check.name, check.graph, f"{check.value:.3g}", f"{check.limit:.3g}", "ok" if check.passed else "FAIL")
     output.console.print(table)
+    groups = rich.table.Table("role", "part", "tensors", "stored", "method", "bits", "relative error")
+    for group in report.groups:
+        stored = (group.scheme, group.method or "-", f"{group.bits_per_weight:.2f}", f"{group.relative_error:.3g}")
+        groups.add_row(group.role, group.part, str(group.tensors), *stored)
+    output.console.print(groups)
     quality = report.quality
     output.console.print(
-        f"against float32: max |logit difference| {quality.logits_max_abs:.3g}, KL {quality.kl_mean:.3g}, "
-        f"top-1 agreement {quality.top1_agreement:.1%}, perplexity {quality.perplexity:.2f}"
+        f"against float32 on {quality.tokens} tokens: max |logit difference| {quality.logits_max_abs:.3g}, "
+        f"KL {quality.kl_mean:.3g}, top-1 agreement {quality.top1_agreement:.1%}, top-5 {quality.top5_agreement:.1%}, "
+        f"perplexity {quality.perplexity:.3f} ({quality.reference_perplexity:.3f})"
     )
     for note in report.notes:
         output.console.print(f"note: {note}")

@@ -26,6 +26,7 @@ from specedge.export.unroll import Ranks
 from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
 from specedge.progress import Progress, silent
+from specedge.runtime.text import Tokenizer
 
 _log = logging.getLogger(__name__)
 _CONTEXT = 1024
@@ -105,7 +106,7 @@ def _calibration(
     """Token ids that target and draft are calibrated on, if a recipe asks for that; `folder` has the tokenizer."""
     if not (request.recipe.calibrated or (request.draft and request.drafter.calibrated)):
         return ()
-    return read_calibration(request.calibration, writer_of(target, folder, allowed, context), progress)
+    return read_calibration(request.calibration, writer_of(target, Tokenizer.in_folder(folder), allowed, context), progress)
 
 
 def _context(request: Request, checkpoints: list[Checkpoint]) -> int:

@@ -88,7 +88,7 @@ class _Attach:
     def __init__(self, graph: ir.Graph, location: str, accuracy_level: int, elsewhere: Mapping[str, str]) -> None:
         self._graph, self._location, self._accuracy_level = graph, location, accuracy_level
         self._elsewhere = elsewhere
-        self._sums: dict[ir.Value, ir.Value] = {}
+        self._sums: dict[tuple[ir.Value, int], ir.Value] = {}
 
     def product(self, product: _Product) -> None:
         """Replace a linear layer by the kernel for its weight's scheme."""
@@ -122,12 +122,15 @@ class _Attach:
         return self._node(old, "Add", [result, rest])
 
     def _block_sums(self, before: ir.Node, x: ir.Value, columns: int, block: int) -> ir.Value:
-        """Sums of x [1, T, K] over every block, [1, T, K / block]."""
-        if x not in self._sums:
-            assert columns % block == 0, "only whole blocks have offsets"
-            split = self._node(before, "Reshape", [x, self._shape(0, 0, columns // block, block)])
-            self._sums[x] = self._node(before, "ReduceSum", [split, self._shape(-1)], {"keepdims": 0})
-        return self._sums[x]
+        """Sums of x [1, T, K] over every block, [1, T, blocks]."""
+        if (x, block) not in self._sums:
+            blocks = -(-columns // block)
+            whole = x
+            if blocks * block != columns:
+                whole = self._node(before, "Pad", [x, self._shape(0, 0, 0, 0, 0, blocks * block - columns)])
+            split = self._node(before, "Reshape", [whole, self._shape(0, 0, blocks, block)])
+            self._sums[x, block] = self._node(before, "ReduceSum", [split, self._shape(-1)], {"keepdims": 0})
+        return self._sums[x, block]
 
     def rest(self, value: ir.Value, weight: Weight) -> None:
         """What is not a linear layer: gathered rows of a matrix, or a vector read as it is."""
@@ -154,17 +157,18 @@ class _Attach:
         if "offsets" in weight.parts:
             offsets = self._initializer(weight, "offsets", weight.parts["offsets"].shape)
             offset = self._node(old, "Gather", [offsets, ids], {"axis": 0})
-            blocks = self._node(old, "Reshape", [result, self._shape(0, 0, columns // block, block)])
+            blocks = self._node(old, "Reshape", [result, self._shape(0, 0, stored // block, block)])
             whole = self._node(old, "Add", [blocks, self._node(old, "Unsqueeze", [offset, self._shape(-1)])])
-            return self._node(old, "Reshape", [whole, self._shape(0, 0, columns)])
+            result = self._node(old, "Reshape", [whole, self._shape(0, 0, stored)])
         if columns == stored:
             return result
         cut = [self._shape(number) for number in (0, columns, -1)]  # the padding of a ragged last block
         return self._node(old, "Slice", [result, *cut])
 
     def _grid(self, weight: Weight) -> list[ir.Value]:
-        """Scales, and zero points where the kernel takes them."""
-        names = [name for name in ("scales", "zero_points") if name in weight.parts]
+        """Scales, and zero points where nothing stands for them."""
+        names = ["scales"] if "offsets" in weight.parts else ["scales", "zero_points"]
+        names = [name for name in names if name in weight.parts]
         return [self._initializer(weight, name, weight.parts[name].shape) for name in names]
 
     def _initializer(self, weight: Weight, part: str, shape: tuple[int, ...], view: str = "") -> ir.Value:

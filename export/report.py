@@ -12,6 +12,7 @@ LOGITS_LIMIT = {"float32": 1e-3, "float16": 0.1}
 """Largest |logit difference| of a float graph to the reference, and of a wide step to one-token steps."""
 ACTIVATION_KL_LIMIT = 0.05
 """A quantised graph against its own stored weights in float32: what int8 activations (accuracy_level 4) may cost."""
+_TOP = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,31 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A role's logits against transformers in float32, over the ids that can be emitted."""
+    """A role's logits against transformers in float32, over the ids that can be emitted.
 
+    `tokens` rows were compared. Top-5 agreement is the share of the reference's five likeliest ids that are among the graph's.
+    """
+
+    tokens: int
     logits_max_abs: float
     kl_mean: float
     top1_agreement: float
+    top5_agreement: float
     perplexity: float
+    reference_perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupError:
+    """Tensors of a role that serve alike and are stored alike: how, in how many bits, and |stored - exact| / |exact|."""
+
+    role: str
+    part: str
+    scheme: str
+    method: str
+    tensors: int
+    bits_per_weight: float
+    relative_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +64,7 @@ class Report:
 
     checks: tuple[Check, ...]
     quality: Quality
+    groups: tuple[GroupError, ...]
     width_agreement: float
     near_ties: int
     greedy_match: float
@@ -59,6 +80,7 @@ class Report:
             "passed": self.passed,
             "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
             **asdict(self.quality),
+            "groups": [asdict(group) for group in self.groups],
             "width_agreement": self.width_agreement,
             "near_ties": self.near_ties,
             "greedy_match": self.greedy_match,
@@ -66,16 +88,41 @@ class Report:
         }
 
 
-def measure_quality(truth: Logits, found: Logits, text: Sequence[int], start: range) -> Quality:
-    """Of logits [T, V] against the true ones; `start` are the rows that begin `text`, for the perplexity."""
-    following = np.asarray([*text[1 : len(start)]])
-    surprise = -log_softmax(found[: len(following)])[np.arange(len(following)), following]
-    return Quality(
-        logits_max_abs=float(np.abs(found - truth).max()),
-        kl_mean=mean_kl(truth, found),
-        top1_agreement=float((truth.argmax(1) == found.argmax(1)).mean()),
-        perplexity=float(np.exp(surprise.mean())) if len(following) else 1.0,
-    )
+class Meter:
+    """Sums up how far logits are from the true ones."""
+
+    def __init__(self) -> None:
+        self._rows = self._text = 0
+        self._worst = 0.0
+        self._kl = self._top1 = self._top5 = self._surprise = self._true_surprise = 0.0
+
+    def add(self, truth: Logits, found: Logits, following: Sequence[int]) -> None:
+        """Logits [T, V], and the tokens that follow the first rows in the text, if any do."""
+        log_p, log_q = log_softmax(truth), log_softmax(found)
+        self._rows += len(truth)
+        self._worst = float(np.maximum(self._worst, np.abs(found - truth).max(initial=0.0)))  # keeps a NaN
+        self._kl += float((np.exp(log_p) * (log_p - log_q)).sum())
+        self._top1 += int((truth.argmax(1) == found.argmax(1)).sum())
+        five = min(_TOP, truth.shape[1])
+        ours, theirs = (np.argpartition(-logits, five - 1, 1)[:, :five] for logits in (found, truth))
+        self._top5 += float((ours[:, :, None] == theirs[:, None, :]).any(2).mean(1).sum())
+        at = np.arange(len(following)), np.asarray(following, np.int64)
+        self._text += len(following)
+        self._surprise -= float(log_q[at].sum())
+        self._true_surprise -= float(log_p[at].sum())
+
+    def quality(self) -> Quality:
+        """The means of all rows."""
+        rows, text = max(self._rows, 1), max(self._text, 1)
+        return Quality(
+            tokens=self._rows,
+            logits_max_abs=self._worst,
+            kl_mean=self._kl / rows,
+            top1_agreement=self._top1 / rows,
+            top5_agreement=self._top5 / rows,
+            perplexity=float(np.exp(self._surprise / text)),
+            reference_perplexity=float(np.exp(self._true_surprise / text)),
+        )
 
 
 def mean_kl(truth: Logits, found: Logits) -> float:

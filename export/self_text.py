@@ -55,13 +55,8 @@ class Writer:
     eos_ids: tuple[int, ...]
 
 
-def writer_of(checkpoint: Checkpoint, folder: Path, allowed: int, longest: int) -> Writer:
-    """A checkpoint that writes with the tokenizer that `folder` holds."""
-
-    def find(name: str) -> Path | None:
-        return folder / name if (folder / name).is_file() else None
-
-    tokenizer = Tokenizer(folder, find) if find("tokenizer.json") else None
+def writer_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, allowed: int, longest: int) -> Writer:
+    """A checkpoint as a writer."""
     names = tensor_names(checkpoint.config)
     return Writer(checkpoint.load_reference, fingerprint(checkpoint, names), tokenizer, allowed, longest, checkpoint.eos_ids)
 

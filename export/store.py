@@ -33,7 +33,7 @@ def write_weights(
     """Store every tensor of the plan, one in float32 at a time; `more` is stored behind them as it is."""
     weights: list[Weight] = []
     progress(f"{label}: weights", 0, len(plan.forms))
-    with WeightWriter(path, device.widest_block) as writer:
+    with WeightWriter(path, device.widest_block, device.zero_points) as writer:
         for group in joined_layers(plan.forms):
             stored = []
             for name in group:

@@ -3,20 +3,22 @@
 import contextlib
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from specedge.bundle import Bundle, changed_files
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
-from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, Logits, Quality, Report, mean_kl, measure_quality
+from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
+from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, GroupError, Meter, Quality, Report, mean_kl
+from specedge.export.self_text import Document
 from specedge.export.validate_eagle import check_eagle
 from specedge.export.validate_heads import check_medusa, check_unrolled
-from specedge.export.validate_weights import check_model_weights, load_stored
+from specedge.export.validate_weights import compare_model, load_stored
 from specedge.progress import Progress, silent
 from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, Agreement, compare_greedy, tree_rows, walk, width_agreement
 from specedge.runtime.generate import Engine, load
@@ -40,12 +42,14 @@ def validate(
     prompts: int = 4,
     tokens: int = 32,
     progress: Progress = silent,
+    judged: Judged | None = None,
 ) -> Report:
     """Compare a bundle with the checkpoint it was made from.
 
     Logits of every graph are compared over the first three prefill chunks and at the end of the context, read at every width;
     then greedy answers of `tokens` tokens to `prompts` prompts: plain against transformers (float weights only, teacher-forced)
-    and speculative against plain, with every drafter, at every exported gamma.
+    and speculative against plain, with every drafter, at every exported gamma. Quality is measured on the text `judged`, or on
+    the few hundred tokens that logits are compared over.
 
     Raises:
         SpecedgeError: The bundle or a reference cannot be opened, or they are models of different shape.
@@ -54,19 +58,24 @@ def validate(
     bundle = engine.bundle
     gammas = [width - 1 for width in bundle.manifest.widths if width > 1]
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
-    notes = []
+    notes: list[str] = []
+    groups: list[GroupError] = []
     text = _text(engine)
     if draft_reference and bundle.manifest.drafters == ("lookup",):
         raise SpecedgeError(f"{bundle.path}: holds no draft and no heads to compare; leave out --draft-reference")
     if draft_reference and "draft" in bundle.manifest.roles:
         draft = Model(bundle, "draft", get_device(draft_device or engine.device.name)).sequence()
-        draft_checks, _, _ = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text, progress)
-        checks += draft_checks
+        of_draft = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text, progress)
+        checks += of_draft.checks
+        groups += of_draft.groups
     elif not draft_reference and len(bundle.manifest.drafters) > 1:
         notes.append("the drafter's logits were not compared: --draft-reference names its checkpoint")
     source = open_checkpoint(reference)
-    target_checks, quality, model = _check_role(bundle, "target", engine.target, source, text, progress)
-    checks += target_checks
+    documents = read_judged(judged, source, engine, progress) if judged else ()
+    of_target = _check_role(bundle, "target", engine.target, source, text, progress, documents)
+    quality, model = of_target.quality, of_target.model
+    checks += of_target.checks
+    groups = of_target.groups + groups
     checks += check_unrolled(engine, text)
     if draft_reference and "medusa" in bundle.manifest.heads:
         checks += check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text)
@@ -109,6 +118,7 @@ def validate(
     return Report(
         checks=(*checks, *(check for check, _ in greedy)),
         quality=quality,
+        groups=tuple(groups),
         width_agreement=agreement,
         near_ties=sum(found.near_ties for _, found in greedy),
         greedy_match=1.0 - different / compared if compared else float("nan"),
@@ -130,24 +140,42 @@ def _check_tree(engine: Engine, text: list[int], tree: TreeShape, limit: float |
     return Check("tree_kl", "target tree", kl, ACTIVATION_KL_LIMIT), difference
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A role against its checkpoint; `model` is the reference, with the stored weights where they are quantised."""
+
+    checks: list[Check]
+    quality: Quality
+    groups: list[GroupError]
+    model: PreTrainedModel
+
+
 def _check_role(
-    bundle: Bundle, role: str, sequence: ModelSequence, checkpoint: Checkpoint, text: list[int], progress: Progress
-) -> tuple[list[Check], Quality, PreTrainedModel]:
-    """Checks of stored weights and of every graph's logits; the quality against float32; the reference model."""
+    bundle: Bundle,
+    role: str,
+    sequence: ModelSequence,
+    checkpoint: Checkpoint,
+    text: list[int],
+    progress: Progress,
+    documents: Sequence[Document] = (),
+) -> _Checked:
+    """Stored weights and every graph's logits; quality on the documents, or where there are none on the text."""
     wanted = {1, *bundle.manifest.widths, *(graph.width for graph in sequence.role.graphs if graph.width), sequence.role.chunk}
     widths = sorted(width for width in wanted if width <= sequence.widest)
     progress(f"validate: {role}", 0, 2 + len(widths))
-    checks = check_model_weights(bundle, role, checkpoint)
+    compared = compare_model(bundle, role, checkpoint)
+    checks = compared.checks
     progress(f"validate: {role}", 1, 2 + len(widths))
     allowed = min(bundle.manifest.allowed_ids, bundle.role(role).vocab_size)
     windows = [range(min(3 * sequence.role.chunk, len(text))), range(max(len(text) - _END, 0), len(text))]
     rows = [row for window in windows for row in window]
     model = _load_quietly(checkpoint)
-    truth = _reference_logits(model, text, rows)[:, :allowed]
+    truth = reference_logits(model, text, rows)[:, :allowed]
+    quality = measure_quality(model, sequence, documents, allowed, progress) if documents else None
     quantised = bundle.role(role).quantised
     if quantised:
         load_stored(model, bundle, role, checkpoint)
-        stored = _reference_logits(model, text, rows)[:, :allowed]
+        stored = reference_logits(model, text, rows)[:, :allowed]
     for done, width in enumerate(widths, 2):
         progress(f"validate: {role}", done, 2 + len(widths))
         found = np.concatenate([walk(sequence, text[: window.stop], width, window.start) for window in windows])[:, :allowed]
@@ -158,21 +186,17 @@ def _check_role(
             limit = LOGITS_LIMIT[sequence.role.kv.dtype]
             checks.append(Check("logits_max_abs", graph, float(np.abs(found - truth).max()), limit))
     progress(f"validate: {role}", 2 + len(widths), 2 + len(widths))
-    return checks, measure_quality(truth, found, text, windows[0]), model
+    if quality is None:
+        meter = Meter()
+        meter.add(truth, found, text[1 : windows[0].stop])
+        quality = meter.quality()
+    return _Checked(checks, quality, compared.groups, model)
 
 
 def _load_quietly(checkpoint: Checkpoint) -> PreTrainedModel:
     """The reference, without the bars transformers draws between ours."""
     with contextlib.redirect_stderr(io.StringIO()):
         return checkpoint.load_reference()
-
-
-@torch.no_grad()
-def _reference_logits(model: PreTrainedModel, ids: Sequence[int], rows: Sequence[int]) -> Logits:
-    """Logits [len(rows), V] after these positions, in one pass."""
-    logits = model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=torch.tensor(list(rows))).logits[0]
-    found: Logits = logits.float().numpy()
-    return found
 
 
 def _check_reference_greedy(
@@ -186,7 +210,7 @@ def _check_reference_greedy(
         if not emitted:
             continue
         rows = range(len(prompt) - 1, len(prompt) + len(emitted) - 1)
-        logits = _reference_logits(model, [*prompt, *emitted[:-1]], rows)[:, :allowed]
+        logits = reference_logits(model, [*prompt, *emitted[:-1]], rows)[:, :allowed]
         gaps = logits.max(axis=1) - logits[np.arange(len(emitted)), emitted]
         near_ties += int(((gaps > 0) & (gaps < tie)).sum())
         wrong += int((~(gaps < tie) & (gaps != 0)).sum())

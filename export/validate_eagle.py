@@ -16,7 +16,7 @@ from specedge.export.eagle import Eagle
 from specedge.export.eagle_checkpoint import EagleCheckpoint, open_eagle
 from specedge.export.heads import EagleTensors
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
-from specedge.export.validate_weights import check_weights
+from specedge.export.validate_weights import compare_weights
 from specedge.export.weights import read_float32
 from specedge.manifest import VOCABULARY
 from specedge.runtime.generate import Engine
@@ -46,7 +46,7 @@ def check_eagle(
     tensors = EagleTensors(opened, checkpoint)
     own = [weight for weight in role.weights if weight.name != VOCABULARY]
     _check_same_head(engine.bundle, opened, {weight.name: weight.shape for weight in own}, tensors.shapes)
-    checks = check_weights("eagle", own, engine.bundle.file(role.weight_file), tensors)
+    checks = compare_weights("eagle", own, engine.bundle.file(role.weight_file), tensors).checks
     ids = np.arange(role.vocab_size) if opened.vocabulary is None else opened.vocabulary
     checks.append(Check("draft_ids_differ", "eagle", float((ids != head.ids).sum()), 0.0))
     quantised = role.quantised or engine.target.role.quantised

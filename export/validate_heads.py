@@ -8,7 +8,7 @@ from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
 from specedge.export.medusa import Medusa, MedusaCheckpoint, open_medusa
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
-from specedge.export.validate_weights import check_weights
+from specedge.export.validate_weights import compare_weights
 from specedge.export.weights import read_float32
 from specedge.runtime.generate import Engine
 from specedge.runtime.heads import MedusaHeads
@@ -33,7 +33,7 @@ def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: 
     checkpoint = open_medusa(reference, head.hidden, head.vocab_size)
     quantised = head.quantised or engine.target.role.quantised  # the target's, whose LM head may be shared
     model = _reference(bundle, checkpoint, target, quantised)
-    checks = check_weights("medusa", head.weights, bundle.file(head.weight_file), checkpoint)
+    checks = compare_weights("medusa", head.weights, bundle.file(head.weight_file), checkpoint).checks
     opened = MedusaHeads(bundle, head, engine.device)
     engine.target.truncate(0)
     found, expected = [], []

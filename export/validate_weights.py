@@ -1,6 +1,8 @@
 """Are a bundle's stored weights those of its checkpoint?"""
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +14,26 @@ from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.families import tensor_names
-from specedge.export.report import Check
+from specedge.export.report import Check, GroupError
 from specedge.export.rotated import Rotated, rotate, rotation_shapes
 from specedge.export.tensors import Tensors
 from specedge.export.weights import read_float32
 from specedge.manifest import Weight
+from specedge.runtime.inspect import part_of
 
 _ROUNDING = 1e-3  # float error allowed beyond one quantisation step, in steps
 _CALIBRATED = 0.5  # |stored - exact| / |exact|, Frobenius norms: calibration moves weights by several steps, but not anywhere
 
 
-def check_model_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> list[Check]:
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Stored weights against a checkpoint's."""
+
+    checks: list[Check]
+    groups: list[GroupError]
+
+
+def compare_model(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Comparison:
     """The role's stored weights against its own checkpoint.
 
     Raises:
@@ -37,7 +48,7 @@ def check_model_weights(bundle: Bundle, role: str, checkpoint: Checkpoint) -> li
         raise SpecedgeError(
             f"{bundle.path}: {role} has other tensors or shapes than {checkpoint.name}; name its own checkpoint"
         )
-    return check_weights(role, record.weights, bundle.file(record.weight_file), tensors)
+    return compare_weights(role, record.weights, bundle.file(record.weight_file), tensors)
 
 
 def stored_basis(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Tensors:
@@ -46,19 +57,23 @@ def stored_basis(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Tensors:
     return checkpoint if rotation is None else rotate(checkpoint, checkpoint.config, rotation)
 
 
-def check_weights(label: str, weights: Iterable[Weight], path: Path, tensors: Tensors) -> list[Check]:
+def compare_weights(label: str, weights: Iterable[Weight], path: Path, tensors: Tensors) -> Comparison:
     """How many tensors changed that the manifest calls exact, and the largest difference of a stored weight.
 
     That is counted in quantisation steps, or from the nearest float of its type. Tensors rounded by calibration are held to
     their own as a whole, as weights are moved there to make up for others.
     """
     worst, distances, changed, quantised = [0.0], [0.0], 0, False
+    sums: dict[tuple[str, str, str], npt.NDArray[np.float64]] = {}
     for weight in weights:
         values, steps = read_float32(weight, path)
         exact = tensors.tensor(weight.name)
         changed += weight.exact and not np.array_equal(values, exact)
+        lost, norm = (float(np.square(array, dtype=np.float64).sum()) for array in (values - exact, exact))
+        total = sums.setdefault((part_of(weight.name), weight.scheme, weight.method), np.zeros(5))
+        total += (1, 8 * weight.stored_bytes, exact.size, lost, norm)
         if weight.method == "gptq":
-            distances.append(relative_error(values, exact))
+            distances.append(_share(lost, norm))
         elif steps is None:
             worst.append(np.abs(values - exact.astype(weight.scheme).astype(np.float32)).max())
         else:
@@ -71,13 +86,16 @@ def check_weights(label: str, weights: Iterable[Weight], path: Path, tensors: Te
         Check("weight_error", label, float(np.max(worst)), limit),
     ]
     calibrated = [Check("calibrated_weights_error", label, float(np.max(distances)), _CALIBRATED)]
-    return checks + calibrated * (len(distances) > 1)
+    groups = [
+        GroupError(label, *key, int(tensors), bits / size, _share(lost, norm))
+        for key, (tensors, bits, size, lost, norm) in sums.items()
+    ]
+    return Comparison(checks + calibrated * (len(distances) > 1), groups)
 
 
-def relative_error(values: npt.NDArray[np.float32], exact: npt.NDArray[np.float32]) -> float:
-    """|values - exact| / |exact| in Frobenius norms; of zeros, 0 if they are kept."""
-    lost, norm = np.linalg.norm(values - exact), np.linalg.norm(exact)
-    return float(lost / norm) if norm else float(lost > 0)
+def _share(lost: float, norm: float) -> float:
+    """The root of squared error over squared values; of zeros, 0 if they are kept."""
+    return math.sqrt(lost / norm) if norm else float(lost != 0)
 
 
 @torch.no_grad()

@@ -42,10 +42,13 @@ class Stored:
 
 
 class WeightWriter:
-    """Writes tensors one after the other, in blocks of at most `widest_block`; use as a context manager."""
+    """Writes tensors one after the other, in the form a device's kernels take; use as a context manager.
 
-    def __init__(self, path: Path, widest_block: int = _BLOCKS[0]) -> None:
-        self._path, self._widest_block = path, widest_block
+    That is blocks of at most `widest_block`, and without `zero_points` offsets beside them.
+    """
+
+    def __init__(self, path: Path, widest_block: int = _BLOCKS[0], zero_points: bool = True) -> None:
+        self._path, self._widest_block, self._zero_points = path, widest_block, zero_points
         self._file: BinaryIO
 
     def __enter__(self) -> "WeightWriter":
@@ -57,7 +60,7 @@ class WeightWriter:
 
     def add(self, tensors: Sequence[Stored]) -> list[Weight]:
         """Store tensors of one scheme and row length side by side, part by part: one matrix to a kernel that wants it."""
-        arrays = [_parts(tensor.values, self._widest_block) for tensor in tensors]
+        arrays = [_parts(tensor.values, self._widest_block, self._zero_points) for tensor in tensors]
         extents: list[dict[str, Extent]] = [{} for _ in tensors]
         for part in arrays[0]:
             self._align(sum(array[part].nbytes for array in arrays))
@@ -79,8 +82,8 @@ class WeightWriter:
         return Extent(offset, array.nbytes, str(array.dtype), array.shape)
 
 
-def _parts(values: Array | Quantized, widest_block: int) -> dict[str, Array]:
-    """What is written of a tensor, in the layout of MatMulNBits; `offsets` are what a graph adds for `minima`."""
+def _parts(values: Array | Quantized, widest_block: int, zero_points: bool) -> dict[str, Array]:
+    """What is written of a tensor, in the layout of MatMulNBits; `offsets` are what a graph adds to symmetric codes."""
     if not isinstance(values, Quantized):
         return {"values": values}
     group = values.scheme.group or channel_block(values.shape[1])
@@ -89,6 +92,7 @@ def _parts(values: Array | Quantized, widest_block: int) -> dict[str, Array]:
     parts: dict[str, Array] = {"codes": pack_codes(blocked.codes, bits), "scales": blocked.scales.astype(np.float32)}
     if blocked.zero_points is not None:
         parts["zero_points"] = pack_zero_points(blocked.zero_points, bits)
+        parts |= {} if zero_points else {"offsets": blocked.offsets()}
     if blocked.minima is not None:
         parts |= {"offsets": blocked.offsets(), "minima": blocked.minima}
     return parts

@@ -61,11 +61,13 @@ def show_bundle(output: Output, bundle: Bundle) -> None:
             print_(f"  {graph.file}: {width}, {sum(graph.ops.values())} nodes")
     for head in manifest.heads.values():
         print_(f"  {head.graph.file}: {head.depth} tokens far, {sum(head.graph.ops.values())} nodes")
-    table = rich.table.Table("role", "part", "tensors", "checkpoint", "stored", "bytes", "exact")
+    table = rich.table.Table("role", "part", "tensors", "checkpoint", "stored", "method", "bits", "bytes", "exact")
     groups = tensor_groups(bundle)
     for group in groups:
         exact = "yes" if group.exact else "no"
-        table.add_row(group.role, group.part, str(group.tensors), group.source, group.scheme, size(group.bytes), exact)
+        bits = f"{group.bits_per_weight:.2f}"
+        stored = (group.source, group.scheme, group.method or "-", bits, size(group.bytes), exact)
+        table.add_row(group.role, group.part, str(group.tensors), *stored)
     print_(table)
     if anew := sorted({group.source for group in groups if group.source not in _PLAIN_TYPES and not group.exact}):
         print_(f"  {', '.join(anew)}: dequantised and stored anew")

@@ -1,5 +1,6 @@
 """What a bundle holds, from its manifest alone."""
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 
@@ -42,21 +43,24 @@ class TensorGroup:
     part: str  # of the model: embedding, head, attention, mlp, norms
     source: str
     scheme: str
+    method: str  # how it came onto its grid: kept, rtn, clip, gptq, or "" for floats
     exact: bool
     tensors: int
     bytes: int
+    bits_per_weight: float
 
 
 def tensor_groups(bundle: Bundle) -> list[TensorGroup]:
     """How every tensor is stored, in the order of the model."""
-    counts: dict[tuple[str, str, str, str, bool], list[int]] = {}
+    counts: dict[tuple[str, str, str, str, str, bool], list[int]] = {}
     for name, weights in _weights(bundle).items():
         for weight in weights:
-            key = (name, _part(weight.name), weight.source, weight.scheme, weight.exact)
-            total = counts.setdefault(key, [0, 0])
+            key = (name, part_of(weight.name), weight.source, weight.scheme, weight.method, weight.exact)
+            total = counts.setdefault(key, [0, 0, 0])
             total[0] += 1
-            total[1] += sum(extent.bytes for extent in weight.parts.values())
-    return [TensorGroup(*key, tensors=tensors, bytes=size) for key, (tensors, size) in counts.items()]
+            total[1] += weight.stored_bytes
+            total[2] += math.prod(weight.shape)
+    return [TensorGroup(*key, tensors, size, 8 * size / max(values, 1)) for key, (tensors, size, values) in counts.items()]
 
 
 def _weights(bundle: Bundle) -> dict[str, tuple[Weight, ...]]:
@@ -66,8 +70,10 @@ def _weights(bundle: Bundle) -> dict[str, tuple[Weight, ...]]:
     return weights | {name: head.weights for name, head in manifest.heads.items()}
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
+    """What a tensor of this canonical name is to the model."""
     parts = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp", "heads": "blocks"}
+    parts |= {"rotation": "rotation"}
     parts |= {"fc": "fusion", VOCABULARY: "vocabulary"}
     return next((part for module, part in parts.items() if module in name.split(".")), "norms")
 
@@ -77,5 +83,5 @@ def weight_bytes(bundle: Bundle) -> dict[str, int]:
     total = Counter[str]()
     for weights in _weights(bundle).values():
         for weight in weights:
-            total[weight.scheme] += sum(extent.bytes for extent in weight.parts.values())
+            total[weight.scheme] += weight.stored_bytes
     return dict(sorted(total.items()))

@@ -51,6 +51,15 @@ class Tokenizer:
         files = bundle.manifest.files
         return cls(bundle.path, lambda name: bundle.file(name) if name in files else None)
 
+    @classmethod
+    def in_folder(cls, folder: Path) -> Self | None:
+        """A folder's, if it has one."""
+
+        def find(name: str) -> Path | None:
+            return folder / name if (folder / name).is_file() else None
+
+        return cls(folder, find) if find("tokenizer.json") else None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()

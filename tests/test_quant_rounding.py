@@ -11,12 +11,13 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from specedge.quant import rounding
 from specedge.quant.pack import Quantized
-from specedge.quant.rounding import round_to_nearest
+from specedge.quant.rounding import Fit, absmax, clipped, fit_grid, round_to_grid, round_to_nearest
 from specedge.quant.scheme import Scheme
 from tiny import Array, f_rand
 
 SCHEMES = [Scheme(*parts) for parts in itertools.product((4, 8), (16, 32, 128, None), (True, False))]
 ScaleType = type[np.float32] | type[np.float16]
+fits = pytest.mark.parametrize("fit", [absmax, clipped])
 scale_types = pytest.mark.parametrize("scale_dtype", [np.float32, np.float16])
 
 
@@ -44,9 +45,10 @@ def error(weight: Array, store: Quantized) -> Array:
     ),
     st.sampled_from(SCHEMES),
     st.sampled_from([np.float32, np.float16]),
+    st.sampled_from([absmax, clipped]),
 )
-def test_every_weight_is_within_one_step(weight: Array, scheme: Scheme, scale_dtype: ScaleType) -> None:
-    store = round_to_nearest(weight, scheme, scale_dtype)
+def test_every_weight_is_within_one_step(weight: Array, scheme: Scheme, scale_dtype: ScaleType, fit: Fit) -> None:
+    store = round_to_nearest(weight, scheme, scale_dtype, fit)
     vanished = steps(store) == 0  # then every weight of the block is below this many of the smallest steps
     assert (np.abs(weight)[vanished] <= scheme.top_code * np.finfo(scale_dtype).smallest_subnormal).all()
     assert (error(weight, store)[~vanished] <= steps(store)[~vanished] * (1 + 1e-6)).all()
@@ -54,10 +56,11 @@ def test_every_weight_is_within_one_step(weight: Array, scheme: Scheme, scale_dt
     assert not store.dequantize()[weight == 0].any()
 
 
+@fits
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_weights_inside_the_grid_go_to_the_nearest_code(scheme: Scheme) -> None:
+def test_weights_inside_the_grid_go_to_the_nearest_code(scheme: Scheme, fit: Fit) -> None:
     weight = normal(16, 100)
-    store = round_to_nearest(weight, scheme)
+    store = round_to_nearest(weight, scheme, fit=fit)
     codes = store.codes.reshape(16, -1)[:, :100]
     inside = (codes > 0) & (codes < scheme.top_code)
     assert (error(weight, store)[inside] <= 0.5001 * steps(store)[inside]).all()
@@ -65,27 +68,29 @@ def test_weights_inside_the_grid_go_to_the_nearest_code(scheme: Scheme) -> None:
 
 @pytest.mark.parametrize(("columns", "group"), [(40, 32), (100, 16)])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_ragged_tail_is_rounded_as_if_alone(columns: int, group: int, symmetric: bool) -> None:
+@fits
+def test_a_ragged_tail_is_rounded_as_if_alone(columns: int, group: int, symmetric: bool, fit: Fit) -> None:
     weight = normal(7, columns) + 0.5
-    store = round_to_nearest(weight, Scheme(4, group, symmetric))
+    store = round_to_nearest(weight, Scheme(4, group, symmetric), fit=fit)
     tail = columns % group
-    alone = round_to_nearest(weight[:, -tail:], Scheme(4, group, symmetric))
+    alone = round_to_nearest(weight[:, -tail:], Scheme(4, group, symmetric), fit=fit)
     assert np.array_equal(store.scales[:, -1:], alone.scales)
     assert np.array_equal(store.codes[:, -1:], alone.codes)
     zero_codes = 8 if store.zero_points is None else store.zero_points[:, -1:]
     assert (store.codes[:, -1, tail:] == zero_codes).all()
 
 
+@fits
 @scale_types
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_zero_and_tiny_blocks_stay_harmless(scheme: Scheme, scale_dtype: ScaleType) -> None:
+def test_zero_and_tiny_blocks_stay_harmless(scheme: Scheme, scale_dtype: ScaleType, fit: Fit) -> None:
     weight = normal(16, 128)
     weight[2] = 0.0
     weight[5] *= 1e-6
     weight[6] *= 1e-9  # its scale vanishes in float16
     weight[7] *= 1e-44
     weight[8, 32:64] = 0.0
-    store = round_to_nearest(weight, scheme, scale_dtype)
+    store = round_to_nearest(weight, scheme, scale_dtype, fit)
     assert np.isfinite(store.scales).all()
     back = store.dequantize()
     assert not back[2].any() and not back[8, 32:64].any()
@@ -118,12 +123,35 @@ def test_a_scale_too_large_for_its_type_is_refused() -> None:
 
 
 @pytest.mark.parametrize("group", [32, None])
-def test_the_signed_four_bit_grid_beats_largest_over_seven(group: int | None) -> None:
+def test_absmax_is_the_largest_over_seven_and_clips_nothing(group: int | None) -> None:
     weight = normal(64, 256)
+    store = round_to_nearest(weight, Scheme(4, group), fit=absmax)
     blocks = weight.reshape(64, -1, group or 256)
-    step = np.abs(blocks).max(axis=2, keepdims=True) / 7
-    plain = np.square(np.rint(blocks / step) * step - blocks).mean()
-    assert np.square(error(weight, round_to_nearest(weight, Scheme(4, group)))).mean() < 0.85 * plain
+    np.testing.assert_allclose(store.scales, np.abs(blocks).max(axis=2) / 7, rtol=1e-6)
+    assert (error(weight, store) <= 0.5001 * steps(store)).all()
+
+
+@pytest.mark.parametrize("group", [32, None])
+@pytest.mark.parametrize(("symmetric", "share"), [(True, 0.75), (False, 0.96)])
+def test_clipping_lowers_the_squared_error_of_every_block(group: int | None, symmetric: bool, share: float) -> None:
+    weight = normal(64, 256)
+    scheme = Scheme(4, group, symmetric)
+    plain, best = (
+        np.square(error(weight, round_to_nearest(weight, scheme, fit=fit))).reshape(64, -1, group or 256).sum(2)
+        for fit in (absmax, clipped)
+    )
+    assert (best <= plain * (1 + 1e-6)).all()
+    assert best.sum() < share * plain.sum()
+
+
+def test_a_column_that_counts_more_is_rounded_better() -> None:
+    weight = normal(256, 32)
+    importance = np.ones(32, np.float32)
+    importance[3] = 100
+    grids = [fit_grid(weight, Scheme(4, 32), clipped, counts) for counts in (None, importance)]
+    plain, weighted = (np.square(error(weight, round_to_grid(weight, grid))) for grid in grids)
+    assert weighted[:, 3].sum() < 0.5 * plain[:, 3].sum()
+    assert (weighted @ importance).sum() < (plain @ importance).sum()
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(4, range(-8, 8)), (8, range(-127, 128))])

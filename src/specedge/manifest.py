@@ -56,6 +56,10 @@ class Weight:
     method: str
     exact: bool
 
+    @property
+    def stored_bytes(self) -> int:
+        return sum(extent.bytes for extent in self.parts.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -125,7 +129,7 @@ class Role:
     @property
     def stored_bytes(self) -> int:
         """Bytes a step reads: every stored tensor once."""
-        return sum(extent.bytes for weight in self.weights for extent in weight.parts.values())
+        return sum(weight.stored_bytes for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class Head:
     @property
     def stored_bytes(self) -> int:
         """Bytes of its own that a call reads."""
-        return sum(extent.bytes for weight in self.weights for extent in weight.parts.values())
+        return sum(weight.stored_bytes for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
