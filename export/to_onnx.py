@@ -27,6 +27,7 @@ from specedge.manifest import Graph, TensorSpec
 
 OPSET = 23  # the first with RMSNormalization
 _ROWS, _PAST = 5, 9  # sizes of examples where the graph leaves them open
+_MOST = 1 << 31  # rows and columns: no context is as long
 _STEP_INPUTS = ("input_ids", "rope_cos", "rope_sin", "attention_bias")
 _TYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -36,17 +37,25 @@ def trace_in_place(config: DecoderConfig, context: int, dtype: str, taps: tuple[
 
     Traced on fake tensors, so a model of any size costs no memory.
     """
-    return _fresh(_trace_in_place(_without_rope(config), context, dtype, taps))
+    model = _fresh(_trace_in_place(_traced(config), dtype, taps))
+    kv = ir.Shape([1, config.kv_heads, context + IN_PLACE_SPARE, padded_head_dim(config, "in-place")])  # all it changes
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.name and value.name.startswith(("past_", "present_")):
+            value.shape = kv
+    return model
 
 
 def trace_delta(config: DecoderConfig, dtype: str, taps: tuple[int, ...] = ()) -> ir.Model:
     """A step of symbolic width and past in the delta form, without LM head: what `compose` makes graphs of."""
-    return _fresh(_trace_delta(_without_rope(config), dtype, taps))
+    model = _fresh(_trace_delta(dataclasses.replace(_traced(config), vocab_size=1, tied=False), dtype, taps))
+    embedding = next(value for value in model.graph.inputs if value.name == "embed_tokens.weight")
+    embedding.shape = ir.Shape([config.vocab_size, config.hidden])
+    return model
 
 
 def trace_eagle(config: EagleConfig, drafts: bool, dtype: str) -> ir.Model:
     """The same of an EAGLE head that reads the target's features, or with `drafts` what it fed back."""
-    layer = _without_rope(config.decoder)  # and whose embedding or LM head it is, and how many rows that has, is no matter
+    layer = _traced(config.decoder)  # and whose embedding or LM head it is, and how many rows that has, is no matter
     alike = dataclasses.replace(config, decoder=layer, draft_vocab_size=0, own_embedding=False, own_head=False)
     return _fresh(_trace_eagle(alike, drafts, dtype))
 
@@ -77,16 +86,15 @@ def _specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _trace_in_place(config: DecoderConfig, context: int, dtype: str, taps: tuple[int, ...]) -> bytes:
+def _trace_in_place(config: DecoderConfig, dtype: str, taps: tuple[int, ...]) -> bytes:
     with FakeTensorMode(), _quiet():
         model = Decoder(config, "in-place", _TYPES[dtype], taps).eval()
-        kv_shape = (1, config.kv_heads, context + IN_PLACE_SPARE, padded_head_dim(config, "in-place"))
         slots = _ROWS + 3
+        kv_shape = (1, config.kv_heads, _PAST, padded_head_dim(config, "in-place"))  # whatever the context: see trace_in_place
         length = torch.empty(1, dtype=torch.int32)
         lengths = (length, length.clone(), torch.empty(2, dtype=torch.int64))
-        most = max(context, slots)  # the example must fit
-        rows, total = torch.export.Dim("T", min=1, max=most), torch.export.Dim("total", min=1, max=most)
-        wanted = torch.export.Dim("R", min=0, max=most)
+        rows, total = torch.export.Dim("T", min=1, max=_MOST), torch.export.Dim("total", min=1, max=_MOST)
+        wanted = torch.export.Dim("R", min=0, max=_MOST)
         kv = _kv_names(config)
         program = _export(
             model,
@@ -192,9 +200,9 @@ def _fresh(traced: bytes) -> ir.Model:
     return ir.from_proto(onnx.load(io.BytesIO(traced)))
 
 
-def _without_rope(config: DecoderConfig) -> DecoderConfig:
-    """Rotary frequencies are the host's matter: models that differ in nothing else have the same graph."""
-    return dataclasses.replace(config, inv_freq=(0.0,) * len(config.inv_freq), rope_scaling=1.0)
+def _traced(config: DecoderConfig) -> DecoderConfig:
+    """Rotary frequencies and lengths are the host's matter: models that differ in nothing else have the same graph."""
+    return dataclasses.replace(config, inv_freq=(0.0,) * len(config.inv_freq), rope_scaling=1.0, max_positions=1)
 
 
 def _finish(program: torch.onnx.ONNXProgram, model: torch.nn.Module, tied: bool = False) -> bytes:

@@ -1,7 +1,11 @@
-"""Every test runs offline, on one thread, with a cache of its own."""
+"""Every test runs offline, on one thread, with a cache of its own; a graph is traced once per run."""
 
+import functools
+import hashlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +22,33 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECEDGE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one worker of pytest-xdist has traced, the others read: tracing is most of what the tests cost."""
+    exporter = sys.modules.get("specedge.export.to_onnx")  # absent where no test of the run converts: it is slow to import
+    if exporter is None:
+        yield
+        return
+    worker = "PYTEST_XDIST_WORKER" in os.environ
+    folder = (tmp_path_factory.getbasetemp().parent if worker else tmp_path_factory.getbasetemp()) / "traces"
+    folder.mkdir(exist_ok=True)  # new in every run, so that a change of the exporter shows
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_trace_in_place", "_trace_delta", "_trace_eagle", "_trace_medusa"):
+            patch.setattr(exporter, name, functools.cache(shared(getattr(exporter, name), folder)))
+        yield
+
+
+def shared(trace: Callable[..., bytes], folder: Path) -> Callable[..., bytes]:
+    @functools.wraps(trace)
+    def found(*arguments: object) -> bytes:
+        key = hashlib.sha256(repr((trace.__name__, arguments)).encode()).hexdigest()  # records of numbers and names
+        path = folder / key
+        if not path.exists():
+            unfinished = folder / f"{key}.{os.getpid()}"
+            unfinished.write_bytes(trace(*arguments))
+            unfinished.rename(path)
+        return path.read_bytes()
+
+    return found

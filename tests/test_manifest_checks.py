@@ -24,7 +24,7 @@ TREE = ((0,), (1,), (0, 0))
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("checks")
-    tiny.f_rand(place / "rand", num_hidden_layers=3)
+    tiny.f_rand(place / "rand")
     heads = place / "heads"
     noise = torch.Generator().manual_seed(0)
     save(heads, {f"{head}.0.linear.weight": torch.randn(64, 64, generator=noise) for head in range(3)})

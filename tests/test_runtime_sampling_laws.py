@@ -21,7 +21,7 @@ from specedge.runtime.rules import RULES
 from specedge.runtime.shape import TreeShape
 from tiny import Array, f_chain, f_rand, random_chain
 
-REQUESTS = 3000
+REQUESTS = 2000  # the law of what was drafted is 1e-9 off by then
 GAMMA = 3
 VOCAB = 64
 P = random_chain(VOCAB, seed=1)

@@ -41,6 +41,7 @@ def f_rand(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
+        "rms_norm_eps": float(np.float32(1e-6)),  # as a GGUF file holds it: the same graph
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
