@@ -1,5 +1,7 @@
 """A model to export, whatever it comes as: a Hugging Face folder, a hub id or a GGUF file."""
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Protocol
 
@@ -82,3 +84,9 @@ def open_checkpoint(model: str) -> Checkpoint:
     if is_hub_id(model):
         return open_folder(download(model, _HUB_FILES), model.rpartition("/")[2])
     raise SpecedgeError(f"{model}: no such file or folder, and no hub id (OWNER/NAME)")
+
+
+def load_quietly(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The reference, without the bars transformers draws between ours."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        return checkpoint.load_reference()

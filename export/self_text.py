@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from specedge.cachedir import write_whole
-from specedge.export.checkpoint import Checkpoint
+from specedge.export.checkpoint import Checkpoint, load_quietly
 from specedge.export.families import tensor_names
 from specedge.export.tensors import fingerprint
 from specedge.progress import Progress
@@ -39,7 +39,7 @@ _TOPICS = (
     "languages", "cheese", "electric light", "the dentist", "sorting a list", "apples", "vaccines", "a fire station",
     "photography",
 )  # fmt: skip
-_TOGETHER = 32  # documents written at once
+_TOGETHER = 64  # documents written at once
 _LONGEST = 256  # tokens of an answer
 
 
@@ -57,8 +57,8 @@ class Writer:
 
 def writer_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, allowed: int, longest: int) -> Writer:
     """A checkpoint as a writer."""
-    names = tensor_names(checkpoint.config)
-    return Writer(checkpoint.load_reference, fingerprint(checkpoint, names), tokenizer, allowed, longest, checkpoint.eos_ids)
+    key = fingerprint(checkpoint, tensor_names(checkpoint.config))
+    return Writer(lambda: load_quietly(checkpoint), key, tokenizer, allowed, longest, checkpoint.eos_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,15 @@ def _prompts(writer: Writer, part: Part, seed: int) -> list[list[int]]:
 @torch.no_grad()
 def _sample(model: PreTrainedModel, writer: Writer, prompts: Sequence[Sequence[int]], seed: int) -> list[Document]:
     """What the model writes behind prompts, one token of each at a time."""
+    model.set_attn_implementation("sdpa")  # half the time, and nothing is compared here
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generator = torch.Generator().manual_seed(seed)
-    cache, fed = None, ids
+    cache, fed = DynamicCache(), ids
     for _ in range(min(_LONGEST, writer.longest - width)):
         positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -fed.shape[1] :]
-        out = model(fed, attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
+        out = model(fed, attention_mask=seen, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1)
         law = torch.softmax(out.logits[:, -1, : writer.allowed].double(), -1)
         fed = torch.multinomial(law, 1, generator=generator)
         ids, seen = torch.cat((ids, fed), 1), torch.cat((seen, torch.ones_like(fed)), 1)

@@ -1,7 +1,5 @@
 """Does a bundle still compute what its checkpoint says? Weights, logits and greedy ids, against transformers in float32."""
 
-import contextlib
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from transformers import PreTrainedModel
 from specedge.bundle import Bundle, changed_files
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError
-from specedge.export.checkpoint import Checkpoint, open_checkpoint
+from specedge.export.checkpoint import Checkpoint, load_quietly, open_checkpoint
 from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, GroupError, Meter, Quality, Report, mean_kl
 from specedge.export.self_text import Document
@@ -169,7 +167,7 @@ def _check_role(
     allowed = min(bundle.manifest.allowed_ids, bundle.role(role).vocab_size)
     windows = [range(min(3 * sequence.role.chunk, len(text))), range(max(len(text) - _END, 0), len(text))]
     rows = [row for window in windows for row in window]
-    model = _load_quietly(checkpoint)
+    model = load_quietly(checkpoint)
     truth = reference_logits(model, text, rows)[:, :allowed]
     quality = measure_quality(model, sequence, documents, allowed, progress) if documents else None
     quantised = bundle.role(role).quantised
@@ -191,12 +189,6 @@ def _check_role(
         meter.add(truth, found, text[1 : windows[0].stop])
         quality = meter.quality()
     return _Checked(checks, quality, compared.groups, model)
-
-
-def _load_quietly(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The reference, without the bars transformers draws between ours."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        return checkpoint.load_reference()
 
 
 def _check_reference_greedy(

@@ -45,7 +45,8 @@ def random_rotation(size: int, seed: int) -> Rotation:
 
 
 def is_hadamard_order(size: int) -> bool:
-    return size in (1, 2) or _base(size) is not None
+    """Whether `hadamard` knows a matrix of this order."""
+    return _base(size) is not None
 
 
 def hadamard(order: int) -> npt.NDArray[np.int8]:
@@ -54,12 +55,10 @@ def hadamard(order: int) -> npt.NDArray[np.int8]:
     Orders 1 and 2, those of Paley's two constructions over prime fields, and any of these doubled (Sylvester):
     among them 12, 20, 28, 36 and their multiples by powers of two. Raises ValueError for others.
     """
-    matrix = np.ones((1, 1), np.int8)
-    if order > 1:
-        base = _base(order)
-        if base is None:
-            raise ValueError(f"no Hadamard matrix of order {order} is known here")
-        matrix = matrix if base == 1 else _paley(base)
+    base = _base(order)
+    if base is None:
+        raise ValueError(f"no Hadamard matrix of order {order} is known here")
+    matrix = np.ones((1, 1), np.int8) if base == 1 else _paley(base)
     while len(matrix) < order:
         matrix = np.kron(np.array([[1, 1], [1, -1]], np.int8), matrix)
     return matrix

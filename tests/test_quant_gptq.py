@@ -26,7 +26,7 @@ def lost(weight: Array, store: Quantized, inputs: Array) -> float:
 
 
 def by_the_book(weight: Array, hessian: Array, scheme: Scheme, damping: float) -> Array:
-    """Optimal brain quantisation in a fixed order: a column is rounded, its error spread by the inverse Hessian of what is left.
+    """Optimal brain quantisation in a fixed order: a column is rounded, its error spread by the inverse Hessian of the rest.
 
     Frantar et al. 2022, equations 2 and 3, in float64 and without any of Algorithm 1's rearrangements.
     """
