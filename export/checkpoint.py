@@ -52,7 +52,7 @@ class Checkpoint(Protocol):
         ...
 
     def stored_type(self, name: str) -> str:
-        """The type a tensor is stored in, by its own format's name: BF16, Q4_1."""
+        """The type a tensor is stored in, by its own format's name: BF16, Q4_1, GPTQ4."""
         ...
 
     def grid(self, name: str) -> Quantized | None:
@@ -64,7 +64,7 @@ class Checkpoint(Protocol):
         ...
 
     def load_reference(self) -> PreTrainedModel:
-        """The model in transformers, float32 and eager, which reads the tensors by its own code."""
+        """The model in transformers, float32 and eager, which reads the tensors by its own code, but for GPTQ and AWQ."""
         ...
 
 

@@ -13,14 +13,23 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from optimum.exporters.tasks import TasksManager
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from specedge.errors import SpecedgeError
 from specedge.export import tokenizer_files
 from specedge.export.families import DecoderConfig, read_config, require_supported, tensor_names
+from specedge.export.packed_grid import PackedMatrix, Tensor, empty_biases, join_parts
+from specedge.export.packing import read_packing
 from specedge.export.safetensors_file import StoredTensor, read_header, same_values
 from specedge.export.tensors import check_complete, check_finite, first_of
 from specedge.export.tokenizer_files import TokenizerFiles
+from specedge.quant.pack import Quantized
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -38,7 +47,7 @@ class SafetensorsCheckpoint:
     bos_id: int | None
     folder: Path
     weights: str  # the file in `folder` that transformers loads: the index where there is one
-    stored: Mapping[str, StoredTensor]  # by canonical name
+    stored: Mapping[str, Tensor]  # by canonical name
     tokenizer: TokenizerFiles | None
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
@@ -50,8 +59,9 @@ class SafetensorsCheckpoint:
     def stored_type(self, name: str) -> str:
         return self.stored[name].dtype
 
-    def grid(self, name: str) -> None:
-        return None  # the quantised layouts of safetensors are refused when the folder is opened
+    def grid(self, name: str) -> Quantized | None:
+        stored = self.stored[name]
+        return stored.grid() if isinstance(stored, PackedMatrix) else None
 
     def save_tokenizer(self, folder: Path) -> bool:
         if self.tokenizer is not None:
@@ -59,17 +69,26 @@ class SafetensorsCheckpoint:
         return self.tokenizer is not None
 
     def load_reference(self) -> PreTrainedModel:
+        """Packed matrices come dequantised by our own code: transformers itself needs GPTQModel or AutoAWQ for them."""
         config = _load_config(self.folder)
-        config.transformers_weights = self.weights  # by itself it prefers a stray model.safetensors to the index
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            self.folder,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-        )
+        settings: dict[str, Any] = {
+            "config": config,
+            "dtype": torch.float32,
+            "attn_implementation": "eager",
+            "use_safetensors": True,
+            "trust_remote_code": False,
+            "local_files_only": True,
+        }
+        model: PreTrainedModel
+        if any(isinstance(stored, PackedMatrix) for stored in self.stored.values()):
+            del config.quantization_config
+            names = tensor_names(self.config)
+            state = {key: torch.from_numpy(self.tensor(name)) for name, (key, _) in names.items()}
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the Auto class takes no None
+            model = model_class.from_pretrained(None, state_dict=state, **settings)
+        else:
+            config.transformers_weights = self.weights  # by itself it prefers a stray model.safetensors to the index
+            model = AutoModelForCausalLM.from_pretrained(self.folder, **settings)
         model.eval()
         return model
 
@@ -77,10 +96,13 @@ class SafetensorsCheckpoint:
 def open_folder(folder: Path, name: str) -> SafetensorsCheckpoint:
     """Check a folder without reading its weights."""
     _check_settings(folder)
-    config = read_config(_load_config(folder), str(folder / "config.json"))
-    weights, tensors = _read_tensors(folder)
-    ignored = _ignored(folder, config, tensors)
+    source = folder / "config.json"
+    packing = read_packing(_read_json(source), str(source))
+    config = read_config(_load_config(folder), str(source))
+    weights, stored = _read_tensors(folder, integers=packing is not None)
+    tensors: Mapping[str, Tensor] = stored if packing is None else join_parts(stored, packing)
     expected = tensor_names(config)
+    ignored = _ignored(folder, config, tensors) | empty_biases(tensors, {key for key, _ in expected.values()})
     shapes = {key: tensor.shape for key, tensor in tensors.items() if key not in ignored}
     check_complete(str(folder), config, expected, shapes)
     tokenizer = tokenizer_files.read_folder(folder)
@@ -105,9 +127,6 @@ def _check_settings(folder: Path) -> None:
     require_supported(settings.get("model_type"), str(source), remote_code="auto_map" in settings)
     if (folder / "adapter_config.json").is_file():
         raise SpecedgeError(f"{folder}: adapter_config.json: a PEFT adapter; merge it into its base model first")
-    if quantization := settings.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise SpecedgeError(f"{source}: quantization_config: {method!r} is not supported; use the unquantised checkpoint")
     for architecture in settings.get("architectures") or ():
         task = _task_of(architecture)
         if task != "text-generation":
@@ -132,12 +151,12 @@ def _load_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def _read_tensors(folder: Path) -> tuple[str, dict[str, StoredTensor]]:
+def _read_tensors(folder: Path, integers: bool) -> tuple[str, dict[str, StoredTensor]]:
     """The file that names the weights, and every tensor by its name in the checkpoint; only headers are read."""
     if (folder / _INDEX).is_file():
-        return _INDEX, _read_shards(folder)
+        return _INDEX, _read_shards(folder, integers)
     if (folder / _SINGLE).is_file():
-        return _SINGLE, read_header(folder / _SINGLE)
+        return _SINGLE, read_header(folder / _SINGLE, integers)
     if pickles := sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern)):
         raise SpecedgeError(
             f"{folder}: {first_of(pickles)}: pickled weights can run code, so specedge never loads them; "
@@ -146,7 +165,7 @@ def _read_tensors(folder: Path) -> tuple[str, dict[str, StoredTensor]]:
     raise SpecedgeError(f"{folder}: neither {_SINGLE} nor {_INDEX}: no weights as safetensors; download them")
 
 
-def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+def _read_shards(folder: Path, integers: bool) -> dict[str, StoredTensor]:
     index = folder / _INDEX
     places = _read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
@@ -156,7 +175,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
         raise SpecedgeError(f"{index}: weight_map: {strange[0]!r} is not the name of a file in this folder")
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
         raise SpecedgeError(f"{folder}: missing {', '.join(missing)}, named in {_INDEX}; download the checkpoint again")
-    headers = {shard: read_header(folder / shard) for shard in shards}
+    headers = {shard: read_header(folder / shard, integers) for shard in shards}
     if absent := [name for name, shard in places.items() if name not in headers[shard]]:
         raise SpecedgeError(f"{folder / places[absent[0]]}: missing tensor: {first_of(absent)}, named in {_INDEX}")
     unlisted = [(name, shard) for shard in shards for name in headers[shard] if places.get(name) != shard]
@@ -166,12 +185,12 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     return {name: headers[shard][name] for name, shard in places.items()}
 
 
-def _ignored(folder: Path, config: DecoderConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
+def _ignored(folder: Path, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> set[str]:
     """Known tensors that carry nothing: rotary tables, and a second copy of a tied embedding, which must be equal."""
     ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
     head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
     if config.tied and head and embedding:
-        if not same_values(head, embedding):
+        if isinstance(head, PackedMatrix) or isinstance(embedding, PackedMatrix) or not same_values(head, embedding):
             raise SpecedgeError(
                 f"{folder}: lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings=True says "
                 "they are one; set tie_word_embeddings to false in config.json, or remove lm_head.weight"

@@ -49,13 +49,19 @@ class StoredTensor:
 
     def read(self, first: int = 0, count: int | None = None) -> Float32:
         """The values as float32 (exact for integers below 2^24), flat if only some are asked for."""
-        dtype = (_DTYPES | _INTEGERS)[self.dtype]
-        wanted = math.prod(self.shape) if count is None else count
-        raw = np.fromfile(self.path, dtype, wanted, offset=self.start + first * dtype.itemsize)
+        raw = self._read_raw(first, math.prod(self.shape) if count is None else count)
         if self.dtype == "BF16":  # the upper half of a float32
             raw = (raw.astype(np.uint32) << 16).view(np.float32)
         values = raw.astype(np.float32, copy=False)
         return values.reshape(self.shape) if count is None else values
+
+    def read_integers(self) -> npt.NDArray[np.integer]:
+        """The values of a tensor of integers as they are stored."""
+        return self._read_raw(0, math.prod(self.shape)).reshape(self.shape)
+
+    def _read_raw(self, first: int, count: int) -> npt.NDArray[Any]:
+        dtype = (_DTYPES | _INTEGERS)[self.dtype]
+        return np.fromfile(self.path, dtype, count, offset=self.start + first * dtype.itemsize)
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
@@ -68,6 +74,12 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
         if not np.array_equal(one.read(first, count), other.read(first, count)):
             return False
     return True
+
+
+def require_floats(tensor: StoredTensor) -> None:
+    """Refuse a tensor of integers."""
+    if tensor.dtype in _INTEGERS:
+        raise _unsupported(tensor.path, tensor.name, tensor.dtype)
 
 
 def read_header(path: Path, integers: bool = False) -> dict[str, StoredTensor]:
@@ -91,9 +103,8 @@ def read_header(path: Path, integers: bool = False) -> dict[str, StoredTensor]:
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, size, f"its header is not valid ({error})", "not a safetensors file, or damaged") from error
-    for tensor in tensors:
-        if tensor.dtype in _INTEGERS and not integers:
-            raise _unsupported(path, tensor.name, tensor.dtype)
+    for tensor in [] if integers else tensors:
+        require_floats(tensor)
     _check_layout(path, size, _LENGTH + header_size, tensors)
     return {tensor.name: tensor for tensor in tensors}
 

@@ -140,7 +140,7 @@ def test_a_tied_head_may_be_there_twice_if_equal(tmp_path: Path):
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "text-classification"]),
         ({"architectures": ["LlamaModel"]}, ["LlamaModel", "feature-extraction", "expected one for text-generation"]),
         ({"architectures": ["NoSuchModel"]}, ["NoSuchModel is a model for an unknown task"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config: 'gptq'"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config: quant_method 'fp8'"]),
         ({"num_attention_heads": 0}, ["config.json"]),
         ({"hidden_size": "64"}, ["config.json", "hidden_size"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["config.json", "'yarn'"]),
