@@ -23,7 +23,7 @@ from specedge.errors import SpecedgeError
 from specedge.progress import Progress, silent
 from specedge.runtime.prompts import PROSE
 from specedge.runtime.terminal import Output, json_option
-from specedge.runtime.text import Tokenizer
+from specedge.tokenizer import Tokenizer
 
 _PAUSE = 0.1  # seconds before a block: onnxruntime's threads spin for about 30 ms after a run
 

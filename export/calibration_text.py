@@ -9,7 +9,7 @@ from specedge.cachedir import cache_dir
 from specedge.errors import SpecedgeError
 from specedge.export.self_text import Writer, write_documents
 from specedge.progress import Progress
-from specedge.runtime.text import Tokenizer
+from specedge.tokenizer import Tokenizer
 
 _PIECE = 512  # tokens of a document that a longer text is cut into
 

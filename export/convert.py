@@ -26,7 +26,7 @@ from specedge.export.unroll import Ranks
 from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
 from specedge.progress import Progress, silent
-from specedge.runtime.text import Tokenizer
+from specedge.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _CONTEXT = 1024

@@ -16,7 +16,7 @@ from specedge.export.checkpoint import Checkpoint, load_quietly
 from specedge.export.families import tensor_names
 from specedge.export.tensors import fingerprint
 from specedge.progress import Progress
-from specedge.runtime.text import Tokenizer
+from specedge.tokenizer import Tokenizer
 
 Part = Literal["calibration", "held-out"]
 _TASKS = (
@@ -82,18 +82,22 @@ def write_documents(
     model: PreTrainedModel | None = None
     written = batch = 0
     progress(f"{part} text", 0, tokens)
+
+    def told(more: int) -> None:
+        progress(f"{part} text", min(tokens, written + more), tokens)
+
     while written < tokens:
         path = folder / f"{part}-{seed}-{batch}.json"
         together = [prompts[(batch * _TOGETHER + place) % len(prompts)] for place in range(_TOGETHER)]
         found = _read(path)
         if found is None:
             model = model or writer.model()
-            found = _sample(model, writer, together, (seed << 32) + batch)
+            found = _sample(model, writer, together, (seed << 32) + batch, told)
             _write(path, found)
         documents += found
         batch += 1
         written += sum(len(document.ids) - document.prompt for document in found)
-        progress(f"{part} text", min(tokens, written), tokens)
+        told(0)
     return tuple(documents)
 
 
@@ -110,9 +114,13 @@ def _prompts(writer: Writer, part: Part, seed: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def _sample(model: PreTrainedModel, writer: Writer, prompts: Sequence[Sequence[int]], seed: int) -> list[Document]:
-    """What the model writes behind prompts, one token of each at a time."""
-    model.set_attn_implementation("sdpa")  # half the time, and nothing is compared here
+def _sample(
+    model: PreTrainedModel, writer: Writer, prompts: Sequence[Sequence[int]], seed: int, told: Callable[[int], None]
+) -> list[Document]:
+    """What the model writes behind prompts, one token of each at a time; `told` hears how many there are."""
+    model.set_attn_implementation("sdpa")  # nothing is compared here, and it takes half the time
+    if torch.cpu.get_capabilities().get("amx_bf16"):  # a quarter of the time; elsewhere float32 is as quick
+        model.to(torch.bfloat16)  # type: ignore[arg-type]  # its signature says device
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -121,18 +129,16 @@ def _sample(model: PreTrainedModel, writer: Writer, prompts: Sequence[Sequence[i
     for _ in range(min(_LONGEST, writer.longest - width)):
         positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -fed.shape[1] :]
         out = model(fed, attention_mask=seen, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1)
-        law = torch.softmax(out.logits[:, -1, : writer.allowed].double(), -1)
+        law = torch.softmax(out.logits[:, -1, : writer.allowed].float(), -1)
         fed = torch.multinomial(law, 1, generator=generator)
         ids, seen = torch.cat((ids, fed), 1), torch.cat((seen, torch.ones_like(fed)), 1)
-        if writer.eos_ids and _ended(ids[:, width:], writer.eos_ids).all():
+        ended = torch.isin(ids[:, width:], torch.tensor(writer.eos_ids)).int().cumsum(1)
+        told(int((ended == 0).sum()))
+        if ended[:, -1].all():
             break
     return [
         _document(row[width - len(prompt) :], len(prompt), writer) for row, prompt in zip(ids.tolist(), prompts, strict=True)
     ]
-
-
-def _ended(answers: torch.Tensor, eos_ids: Sequence[int]) -> torch.Tensor:
-    return torch.isin(answers, torch.tensor(list(eos_ids))).any(1)
 
 
 def _document(ids: Sequence[int], prompt: int, writer: Writer) -> Document:

@@ -16,7 +16,7 @@ from specedge.runtime.rules import CHAIN_RULES, RULES
 from specedge.runtime.sample import Sampling
 from specedge.runtime.shape import read_shape
 from specedge.runtime.terminal import Command, Output, json_option
-from specedge.runtime.text import Prompt
+from specedge.tokenizer import Prompt
 
 
 @click.command("generate", cls=Command)

@@ -25,8 +25,8 @@ from specedge.runtime.results import Result
 from specedge.runtime.rules import Rule
 from specedge.runtime.sample import Sampling
 from specedge.runtime.shape import TreeShape
-from specedge.runtime.text import Prompt, Tokenizer
 from specedge.runtime.unrolled import Expansion
+from specedge.tokenizer import Prompt, Tokenizer
 
 _DRAFTERS = ("draft", "medusa", "eagle", "lookup")
 

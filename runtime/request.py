@@ -12,7 +12,8 @@ from specedge.runtime.rules import make_rule
 from specedge.runtime.sample import Sampling
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.shape import TreeShape
-from specedge.runtime.text import Prompt, TextStream
+from specedge.runtime.text import TextStream
+from specedge.tokenizer import Prompt
 
 if TYPE_CHECKING:
     from specedge.runtime.generate import Engine

@@ -22,13 +22,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "manifest": set(),
     "manifest_checks": {"errors", "manifest"},
     "bundle": {"errors", "manifest", "manifest_checks"},
+    "tokenizer": {"errors", "bundle"},
     "devices": {"errors", "manifest", "bundle"},
     "quant": {"errors", "manifest", "bundle", "devices"},
-    "export": {"errors", "progress", "cachedir", "manifest", "bundle", "devices", "quant"},
-    "runtime": {"errors", "progress", "cachedir", "manifest", "bundle", "devices"},
+    "export": {"errors", "progress", "cachedir", "manifest", "bundle", "tokenizer", "devices", "quant"},
+    "runtime": {"errors", "progress", "cachedir", "manifest", "bundle", "tokenizer", "devices"},
 }
 # those of export that run bundles
-PROVERS = {f"specedge/export/{name}.py" for name in ("cli", "validate", "validate_eagle", "validate_heads")}
+PROVERS = {
+    f"specedge/export/{name}.py"
+    for name in ("cli", "quality", "validate", "validate_eagle", "validate_heads", "validate_weights")
+}
 
 
 def wrong_imports(file: str, source: str) -> list[str]:

@@ -31,8 +31,8 @@ from specedge.runtime.rules import Children, Rule, make_rule
 from specedge.runtime.sampler import Sampler
 from specedge.runtime.sequence import Logits
 from specedge.runtime.shape import TreeShape
-from specedge.runtime.text import Prompt
 from specedge.runtime.tree import ROOT, Proposal
+from specedge.tokenizer import Prompt
 
 FORMS = ("cpu", "cpu-static")
 CONTEXT, CHUNK = 128, 8

@@ -13,7 +13,8 @@ from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
 from specedge.manifest import File, Manifest
 from specedge.runtime import Engine, Sampling, load
-from specedge.runtime.text import TextStream, Tokenizer
+from specedge.runtime.text import TextStream
+from specedge.tokenizer import Tokenizer
 from tiny import CHATML, SPECIAL_TOKENS, byte_id, deterministic_chain, f_chain, f_self, f_tok
 
 BROKEN = "\ufffd"
