@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specedge.cachedir import keep
 from specedge.export.decoder import Block
 from specedge.export.families import DecoderConfig
 from specedge.export.rounded_file import is_whole, read_rounded, write_rounded
@@ -38,6 +39,7 @@ def calibrate(
     said = (_VERSION, fingerprint, config, sorted((name, scheme.name) for name, scheme in schemes.items()))
     text = hashlib.sha256(repr((said, [tuple(document) for document in documents])).encode())
     folder = cache / "calibrated" / text.hexdigest()[:32]
+    keep(folder)
     files = [folder / f"block_{layer}.npz" for layer in range(config.layers)]
     known = next((layer for layer, file in enumerate(files) if not is_whole(file)), config.layers)
     progress(f"{label}: calibration", known, config.layers)

@@ -1,7 +1,7 @@
 """How each tensor of a model is stored, settled before anything is written: its form, and layers rounded by calibration."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specedge.cachedir import cache_dir
@@ -34,7 +34,8 @@ class Plan:
 
 
 def plan_head(shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> Plan:
-    """Of a draft head: it reads the target's own basis, and is too small for a budget or calibration to matter."""
+    """Of a draft head: it stays in the target's own basis, and is rounded without calibration."""
+    recipe = replace(recipe, method="rtn" if recipe.method == "rtn" else "clip", rotation=None, bits=None)
     return Plan(recipe, {name: recipe.form(name, shape) for name, shape in shapes.items()})
 
 

@@ -33,7 +33,9 @@ class Check:
 class Quality:
     """A role's logits against transformers in float32, over the ids that can be emitted.
 
-    `tokens` rows were compared. Top-5 agreement is the share of the reference's five likeliest ids that are among the graph's.
+    `tokens` rows were compared. Top-5 agreement is the share of the reference's five likeliest ids that are among the graph's;
+    overlap the mean of sum(min(p, q)) over ids, which is how often the reference would accept a token that this model drafts at
+    temperature 1 (Leviathan et al. 2023, Corollary 3.6).
     """
 
     tokens: int
@@ -41,6 +43,7 @@ class Quality:
     kl_mean: float
     top1_agreement: float
     top5_agreement: float
+    overlap: float
     perplexity: float
     reference_perplexity: float
 
@@ -94,14 +97,16 @@ class Meter:
     def __init__(self) -> None:
         self._rows = self._text = 0
         self._worst = 0.0
-        self._kl = self._top1 = self._top5 = self._surprise = self._true_surprise = 0.0
+        self._kl = self._overlap = self._top1 = self._top5 = self._surprise = self._true_surprise = 0.0
 
     def add(self, truth: Logits, found: Logits, following: Sequence[int]) -> None:
         """Logits [T, V], and the tokens that follow the first rows in the text, if any do."""
         log_p, log_q = log_softmax(truth), log_softmax(found)
         self._rows += len(truth)
         self._worst = float(np.maximum(self._worst, np.abs(found - truth).max(initial=0.0)))  # keeps a NaN
-        self._kl += float((np.exp(log_p) * (log_p - log_q)).sum())
+        p = np.exp(log_p)
+        self._kl += float((p * (log_p - log_q)).sum())
+        self._overlap += float(np.minimum(p, np.exp(log_q)).sum())
         self._top1 += int((truth.argmax(1) == found.argmax(1)).sum())
         five = min(_TOP, truth.shape[1])
         ours, theirs = (np.argpartition(-logits, five - 1, 1)[:, :five] for logits in (found, truth))
@@ -120,6 +125,7 @@ class Meter:
             kl_mean=self._kl / rows,
             top1_agreement=self._top1 / rows,
             top5_agreement=self._top5 / rows,
+            overlap=self._overlap / rows,
             perplexity=float(np.exp(self._surprise / text)),
             reference_perplexity=float(np.exp(self._true_surprise / text)),
         )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specedge.cachedir import write_whole
+from specedge.cachedir import keep, write_whole
 from specedge.export.checkpoint import Checkpoint, load_quietly
 from specedge.export.families import tensor_names
 from specedge.export.tensors import fingerprint
@@ -77,6 +77,7 @@ def write_documents(
     The prompts of the two parts differ in topic; a checkpoint without tokenizer starts from single ids, likewise.
     """
     folder = cache / "text" / writer.fingerprint
+    keep(folder)
     prompts = _prompts(writer, part, seed)
     documents: list[Document] = []
     model: PreTrainedModel | None = None

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 import tiny
+from specedge.cachedir import keep
 from specedge.errors import SpecedgeError
 from specedge.export import self_text
 from specedge.export.calibration_text import Calibration, read_calibration, read_documents
@@ -186,3 +189,14 @@ def test_calibration_reads_the_file_it_is_given(chain: tuple[Path, Array], tmp_p
     (tmp_path / "a.jsonl").write_text('{"ids": [5, 6]}')
     given = Calibration(tmp_path / "a.jsonl", tokens=10)
     assert read_calibration(given, writer(chain[0], model=refuse_to_open), silent) == ((5, 6),)
+
+
+def test_entries_of_the_cache_leave_after_sixty_days(tmp_path: Path) -> None:
+    old, new, used = (tmp_path / name for name in ("old", "new", "used"))
+    for folder in (old, new, used):
+        folder.mkdir()
+        (folder / "file").write_text("x")
+    for folder in (old, used):
+        os.utime(folder, (0, time.time() - 61 * 86400))
+    keep(used)
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "used"}

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[str, Callable[[Json], object], str]] = {
     ),
     "type of ids": ("eagle", lambda m: vocabulary(m)["parts"]["values"].update(dtype="x"), "roles.eagle.weights (vocabulary)"),
     "before the file": ("eagle", lambda m: first_part(eagle(m)).update(offset=-4), "roles.eagle.weights"),
+    "rotation": ("eagle", lambda m: m["roles"]["target"].update(rotation=0), "roles.target.rotation"),
     "hidden of no shape": ("eagle", lambda m: features(m).update(shape=[]), "roles.target.graphs (hidden)"),
 }
 

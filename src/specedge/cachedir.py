@@ -1,11 +1,16 @@
 """Where files are kept that can be made or fetched again."""
 
+import contextlib
 import os
+import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from specedge.errors import SpecedgeError
+
+_KEPT = 60 * 86400.0  # seconds
 
 
 def cache_dir() -> Path:
@@ -21,6 +26,16 @@ def cache_dir() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local") / "specedge"
     return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "specedge"
+
+
+def keep(entry: Path) -> None:
+    """Note that an entry of the cache is in use, and drop its neighbours that were not for 60 days."""
+    entry.mkdir(parents=True, exist_ok=True)
+    os.utime(entry)
+    for other in entry.parent.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process may have been here
+            if other.stat().st_mtime < time.time() - _KEPT:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _home() -> Path:

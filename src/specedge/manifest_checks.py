@@ -37,6 +37,7 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
         yield f"roles.{name}.mask_value", -math.inf < role.mask_value < 0
         yield f"roles.{name}.kv.layers", all(_past_inputs(graph) == 2 * role.kv.layers for graph in role.all_graphs)
         yield f"roles.{name}.weights ({role.weight_file})", _lies_in(role.weights, role.weight_file, manifest)
+        yield f"roles.{name}.rotation", (role.rotation is None) == (not any(_of_rotation(weight) for weight in role.weights))
         yield f"roles.{name}.graphs", all(graph.file in manifest.files for graph in role.all_graphs)
         for unrolled in role.unrolled:
             fed = len({path[:-1] for path in unrolled.paths})  # the root and the nodes with children
@@ -115,6 +116,10 @@ def _is_fed(graph: Graph, role: Role) -> bool:
 
 def _past_inputs(graph: Graph) -> int:
     return sum(spec.name.startswith("past_") for spec in graph.inputs)
+
+
+def _of_rotation(weight: Weight) -> bool:
+    return weight.name.startswith("rotation.")
 
 
 def _lies_in(weights: tuple[Weight, ...], file: str, manifest: Manifest) -> bool:
