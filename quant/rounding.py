@@ -82,10 +82,10 @@ def clipped(values: Floats, importance: Floats | None, scheme: Scheme) -> tuple[
 def _candidates(values: Floats, scheme: Scheme) -> Iterator[tuple[Doubles, Doubles]]:
     highest, lowest = _range(values)
     if not scheme.symmetric:
-        for cut in np.linspace(0, 1, _CUTS + 1)[1:-1]:
+        for cut in np.linspace(0, 0.5, _CUTS + 1)[1:]:  # steps off either end: more, and a rounded zero would make it over one
             scales = (highest - lowest) / (scheme.top_code + 2 * cut)
             below = -lowest / np.where(scales == 0, 1, scales)
-            yield scales, np.clip(np.rint(below - cut), np.ceil(below - 1), np.floor(below + 1))
+            yield scales, np.clip(np.rint(below - cut), 0, scheme.top_code)
         return
     middle = np.full_like(highest, scheme.middle_code)
     for sign, top, bottom in ((1, highest, -lowest), (-1, -lowest, highest)):
@@ -97,7 +97,8 @@ def _candidates(values: Floats, scheme: Scheme) -> Iterator[tuple[Doubles, Doubl
 
 def _error(values: Floats, importance: Floats | None, scales: Doubles, zeros: Doubles, scheme: Scheme) -> Doubles:
     """Squared error of each block, [n, blocks]."""
-    step = np.where(scales == 0, 1, scales).astype(np.float32)[..., None]
+    step = scales.astype(np.float32)[..., None]
+    step[step == 0] = 1
     zero = zeros.astype(np.float32)[..., None]
     found = values / step
     np.rint(found, out=found)

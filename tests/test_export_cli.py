@@ -64,7 +64,7 @@ def refused(code: int, *arguments: object) -> str:
         (["--group", "33"], ["group", "33", "16"]),
         (["--head-weights", "fp16"], ["float16"]),
         (["--weights", "fp16", "--head-weights", "int8"], ["float16", "int8/32"]),
-        (["--method", "gptq"], ["--method", "'gptq'", "keep", "rtn"]),
+        (["--method", "awq"], ["--method", "'awq'", "keep", "rtn", "clip", "gptq"]),
         (["--method", "keep", "--group", "64"], ["--method keep", "--group"]),
         (["--method", "keep", "--asymmetric"], ["--method keep", "--asymmetric"]),
         (["--weights", "fp32", "--group", "64"], ["--group", "--weights fp32"]),
@@ -296,8 +296,8 @@ def test_the_method_decides_what_stays_exact(
     assert results_of("inspect", path)["tensors"] == results["tensors"]
     shown = run("inspect", path).stdout
     rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in shown.splitlines() if "target" in line]
-    table = {(row[1], row[3], row[4], row[6] == "yes", int(row[2])) for row in rows if len(row) == 7}
-    assert table == groups and {row[6] for row in rows if len(row) == 7} <= {"yes", "no"}
+    table = {(row[1], row[3], row[4], row[8] == "yes", int(row[2])) for row in rows if len(row) == 9}
+    assert table == groups and {row[8] for row in rows if len(row) == 9} <= {"yes", "no"}
     lost = sorted({str(group[1]) for group in groups if not group[3]})
     expected = [f"{', '.join(lost)}: dequantised and stored anew"] if lost else []
     assert [line.strip() for line in shown.splitlines() if "stored anew" in line] == expected

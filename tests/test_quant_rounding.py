@@ -58,6 +58,15 @@ def test_every_weight_is_within_one_step(weight: Array, scheme: Scheme, scale_dt
 
 @fits
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("shift", [0.0, 0.3, -0.7, 3.0])
+def test_every_one_of_many_weights_is_within_one_step(scheme: Scheme, fit: Fit, shift: float) -> None:
+    weight = normal(128, 256) + np.float32(shift)
+    store = round_to_nearest(weight, scheme, fit=fit)
+    assert (error(weight, store) <= steps(store) * (1 + 1e-6)).all()
+
+
+@fits
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_weights_inside_the_grid_go_to_the_nearest_code(scheme: Scheme, fit: Fit) -> None:
     weight = normal(16, 100)
     store = round_to_nearest(weight, scheme, fit=fit)
