@@ -9,14 +9,15 @@ import click
 import rich.table
 
 from specedge import __version__
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, open_bundle
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.quant.scheme import BITS, GROUPS
+from specedge.reports import write_report
 from specedge.runtime.bench import as_dict, bench
 from specedge.runtime.cli import COMMANDS
 from specedge.runtime.cli_bench import prompt_sets, show_bench
-from specedge.runtime.cli_inspect import show_bundle
+from specedge.runtime.cli_inspect import quality_line, show_bundle
 from specedge.runtime.cli_options import BUNDLE
 from specedge.runtime.generate import load
 from specedge.runtime.inspect import inspect
@@ -73,16 +74,16 @@ def fetch_command(name: str) -> None:
     type=click.Choice(["int4", "int8", "fp16", "fp32"]),
     default="int4",
     show_default=True,
-    help="At most so many bits per weight: a GGUF tensor on a grid of fewer stays there, see --method.",
+    help="At most so many bits per weight: a tensor on a grid of fewer stays there, see --method.",
 )
 @click.option("--group", type=click.Choice(list(GROUPS)), help="Weights per scale of a new grid (default: 32).")
 @click.option("--asymmetric", is_flag=True, help="A zero point per group of a new grid.")
 @click.option(
     "--method",
     type=click.Choice(["keep", "rtn", "clip", "gptq"]),
-    help="keep: GGUF tensors stay on their own Q4_0, Q4_1 or Q8_0 grid, exactly, unless that has more bits than --weights; "
-    "the rest as with clip. Others put everything on new grids. rtn: of the largest weight. clip: of least squared error. "
-    "gptq: calibrated (default: keep, or clip with --group, --asymmetric, --rotate or --bits).",
+    help="keep: tensors that GGUF's Q4_0, Q4_1 or Q8_0, GPTQ or AWQ put on a grid stay there, exactly, unless it has more bits "
+    "than --weights; the rest as with clip. Others put everything on new grids. rtn: of the largest weight. clip: of least "
+    "squared error. gptq: calibrated (default: keep, or clip with --group, --asymmetric, --rotate or --bits).",
 )
 @click.option("--rotate", is_flag=True, help="Spread outliers over all columns by a Hadamard rotation folded into the weights.")
 @click.option(
@@ -236,6 +237,8 @@ def validate_command(
             bundle, reference, draft_reference, device, draft_device, prompts, tokens, progress, judged
         )
     _show_report(output, report)
+    if not write_report(open_bundle(bundle), "validate.json", report.as_dict()):
+        output.console.print(f"note: {bundle} cannot be written to, so inspect will not show this")
     output.json(report.as_dict())
     if not report.passed:
         raise click.exceptions.Exit(1)
@@ -251,12 +254,7 @@ def _show_report(output: Output, report: Any) -> None:
         stored = (group.scheme, group.method or "-", f"{group.bits_per_weight:.2f}", f"{group.relative_error:.3g}")
         groups.add_row(group.role, group.part, str(group.tensors), *stored)
     output.console.print(groups)
-    quality = report.quality
-    output.console.print(
-        f"against float32 on {quality.tokens} tokens: max |logit difference| {quality.logits_max_abs:.3g}, "
-        f"KL {quality.kl_mean:.3g}, top-1 agreement {quality.top1_agreement:.1%}, top-5 {quality.top5_agreement:.1%}, "
-        f"perplexity {quality.perplexity:.3f} ({quality.reference_perplexity:.3f})"
-    )
+    output.console.print(quality_line(report.as_dict()))
     for note in report.notes:
         output.console.print(f"note: {note}")
     output.console.print("PASS" if report.passed else "FAIL")

@@ -1,13 +1,16 @@
 """The command that shows a bundle: inspect."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import rich.table
 
 from specedge.bundle import Bundle, open_bundle
+from specedge.reports import read_report
 from specedge.runtime.cli_options import BUNDLE
 from specedge.runtime.inspect import inspect, tensor_groups
 from specedge.runtime.memory import EngineMemory, measure_engines
@@ -36,6 +39,15 @@ def inspect_command(bundle: Path, memory: int | None, json_file: str | None) -> 
         results["memory"] = [asdict(engine) for engine in engines]
         show_memory(output, engines)
     output.json(results)
+
+
+def quality_line(report: Mapping[str, Any]) -> str:
+    """What validate found a model to be worth, in a line; `report` as it writes it."""
+    return (
+        f"against float32 on {report['tokens']} tokens: max |logit difference| {report['logits_max_abs']:.3g}, "
+        f"KL {report['kl_mean']:.3g}, top-1 agreement {report['top1_agreement']:.1%}, top-5 {report['top5_agreement']:.1%}, "
+        f"perplexity {report['perplexity']:.3f} ({report['reference_perplexity']:.3f})"
+    )
 
 
 def show_memory(output: Output, engines: Sequence[EngineMemory]) -> None:
@@ -71,3 +83,7 @@ def show_bundle(output: Output, bundle: Bundle) -> None:
     print_(table)
     if anew := sorted({group.source for group in groups if group.source not in _PLAIN_TYPES and not group.exact}):
         print_(f"  {', '.join(anew)}: dequantised and stored anew")
+    if validated := read_report(bundle, "validate.json"):
+        said = "passed" if validated.get("passed") else "FAILED"
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # another version's report
+            print_(f"  validate {said}; {quality_line(validated)}")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from specedge.bundle import Bundle
 from specedge.manifest import VOCABULARY, Weight
+from specedge.reports import read_report
 
 
 def inspect(bundle: Bundle) -> dict[str, object]:
@@ -32,6 +33,7 @@ def inspect(bundle: Bundle) -> dict[str, object]:
         "sources": {role: source.name for role, source in manifest.sources.items()},
         "licenses": {role: source.license for role, source in manifest.sources.items()},
         "eos_ids": list(manifest.eos_ids),
+        "validated": read_report(bundle, "validate.json"),
     }
 
 

@@ -23,10 +23,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "manifest_checks": {"errors", "manifest"},
     "bundle": {"errors", "manifest", "manifest_checks"},
     "tokenizer": {"errors", "bundle"},
+    "reports": {"bundle", "cachedir"},
     "devices": {"errors", "manifest", "bundle"},
     "quant": {"errors", "manifest", "bundle", "devices"},
-    "export": {"errors", "progress", "cachedir", "manifest", "bundle", "tokenizer", "devices", "quant"},
-    "runtime": {"errors", "progress", "cachedir", "manifest", "bundle", "tokenizer", "devices"},
+    "export": {"errors", "progress", "cachedir", "manifest", "bundle", "tokenizer", "reports", "devices", "quant"},
+    "runtime": {"errors", "progress", "cachedir", "manifest", "bundle", "tokenizer", "reports", "devices"},
 }
 # those of export that run bundles
 PROVERS = {
