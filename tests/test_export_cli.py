@@ -341,3 +341,29 @@ def test_gamma_is_short_for_widths(source: Path, tmp_path: Path):
     assert run("convert", source, "-o", tmp_path / "a", *SHAPE).exit_code == 0
     assert run("convert", source, "-o", tmp_path / "b", *SHAPE[:4], "--gamma", 3, *SHAPE[6:]).exit_code == 0
     assert open_bundle(tmp_path / "a").manifest == open_bundle(tmp_path / "b").manifest
+
+
+def test_a_calibrated_bundle_is_made_judged_and_shown(source: Path, tmp_path: Path):
+    path, text = tmp_path / "bundle", tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"ids": list(range(start, start + 40))}) for start in range(3, 80, 7)))
+    recipe = ["--group", "channel", "--method", "gptq", "--bits", 7, "--calibration", text]
+    draft = ["--draft", source, "--draft-group", 32, "--draft-method", "rtn"]
+    results = results_of("convert", source, "-o", path, *SHAPE[2:], *recipe, *draft)
+    stored = {(group["role"], group["scheme"], group["method"]) for group in results["tensors"] if group["method"]}
+    assert {scheme for role, scheme, method in stored if (role, method) == ("target", "gptq")} == {
+        "int4/channel",
+        "int8/channel",
+    }
+    assert {(scheme, method) for role, scheme, method in stored if role == "draft"} == {("int4/32", "rtn"), ("int8/32", "rtn")}
+    assert results["validated"] is None
+    judged = results_of("validate", path, "--reference", source, "--held-out", 150, "--prompts", 1, "--tokens", 4)
+    assert judged["passed"] and judged["tokens"] >= 150
+    assert 0 < judged["kl_mean"] < 1 and 0 < judged["top1_agreement"] <= 1 and 0 < judged["overlap"] <= 1
+    assert {group["method"] for group in judged["groups"]} == {"gptq", "rtn", ""}
+    assert all(0 < group["relative_error"] < 0.5 for group in judged["groups"] if group["method"])
+    assert results_of("inspect", path)["validated"] == judged
+    assert f"validate passed; against float32 on {judged['tokens']} tokens" in " ".join(run("inspect", path).stdout.split())
+
+
+def test_a_drafters_recipe_needs_a_drafter(source: Path, tmp_path: Path):
+    assert "--draft-group" in refused(2, "convert", source, "-o", tmp_path / "bundle", "--draft-group", 32)
