@@ -85,7 +85,7 @@ def write_documents(
     progress(f"{part} text", 0, tokens)
 
     def told(more: int) -> None:
-        progress(f"{part} text", min(tokens, written + more), tokens)
+        progress(f"{part} text", min(tokens - 1, written + more), tokens)
 
     while written < tokens:
         path = folder / f"{part}-{seed}-{batch}.json"
@@ -99,6 +99,7 @@ def write_documents(
         batch += 1
         written += sum(len(document.ids) - document.prompt for document in found)
         told(0)
+    progress(f"{part} text", tokens, tokens)
     return tuple(documents)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from bundles import Models, graphs, make, stored
+from bundles import Models, both_levels, feed, graphs, make, stored
 from specedge.bundle import open_bundle
 from specedge.devices import table
 from specedge.export.validate import validate
@@ -45,6 +45,9 @@ def test_an_asymmetric_model_computes_what_is_stored(
     truth = tiny.hf_logits(stored(model, bundle), IDS)
     for width in (1, 4):
         assert np.abs(walk(engine.target, IDS, width) - truth).max() <= 1e-4 * max(1, np.abs(truth).max())
+    inputs = feed(bundle.role("target"), IDS[:4], 4)
+    optimised, plain = both_levels(path / "target" / "step_4.onnx", inputs)  # B20
+    assert np.abs(optimised - plain).max() <= 1e-3
     kernels = [node for graph in graphs(bundle).values() for node in graph.graph.node if node.op_type == "MatMulNBits"]
     assert kernels and all(len(node.input) == 3 for node in kernels)
     assert all({"zero_points", "offsets"} <= weight.parts.keys() for weight in bundle.role("target").weights if weight.method)
