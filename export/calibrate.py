@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from specedge.cachedir import keep
+from specedge.errors import SpecedgeError
 from specedge.export.decoder import Block
 from specedge.export.families import DecoderConfig
 from specedge.export.rounded_file import is_whole, read_rounded, write_rounded
@@ -62,7 +63,7 @@ class _Streams:
     ) -> None:
         self._config, self._tensor, self._schemes = config, tensor, schemes
         self._exact = Stream(config, documents, tensor)
-        self._stored = self._exact.fork()
+        self._stored = self._exact.fork(apart=True)
 
     def take(self, layer: int, known: Mapping[str, Quantized]) -> None:
         """Go on behind a block that was rounded before."""
@@ -95,6 +96,8 @@ class _Streams:
         for y, x in zip(self._exact.inputs(exact, stage), self._stored.inputs(stored, stage), strict=True):
             hessian += (x.T @ x).numpy()
             drift += ((y - x).T @ x).numpy()
+        if not (np.isfinite(hessian).all() and np.isfinite(drift).all()):
+            raise SpecedgeError(f"{STAGES[stage][0]}: calibration text gives inputs that are not finite; use another --method")
         return Moments(hessian, drift)
 
 

@@ -44,7 +44,7 @@ def read_documents(
     except (OSError, ValueError) as error:
         raise SpecedgeError(f"{path}: no text that can be read ({error}); give UTF-8, or lines of JSON") from error
     found: list[tuple[int, ...]] = []
-    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+    lines = text.split("\n") if path.suffix == ".jsonl" else [text]
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -53,6 +53,8 @@ def read_documents(
             if path.suffix == ".jsonl"
             else _encode(text, str(path), tokenizer)
         )
+        if bad := [token for token in ids if not 0 <= token < allowed]:
+            raise SpecedgeError(f"{path}:{number}: id {bad[0]}: expected 0..{allowed - 1}, ids that this model can emit")
         step = min(longest, _PIECE)
         found += [tuple(ids[start : start + step]) for start in range(0, len(ids), step)]
     if not found:
@@ -63,12 +65,12 @@ def read_documents(
 def _line(line: str, where: str, tokenizer: Tokenizer | None, allowed: int) -> Sequence[int]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise SpecedgeError(f"{where}: not JSON ({error})") from None
     match record:
         case {"ids": [*ids]}:
-            if bad := [token for token in ids if type(token) is not int or not 0 <= token < allowed]:
-                raise SpecedgeError(f"{where}: id {bad[0]!r}: expected 0..{allowed - 1}, ids that this model can emit")
+            if bad := [token for token in ids if type(token) is not int]:
+                raise SpecedgeError(f"{where}: id {bad[0]!r}: expected a number, an id that this model can emit")
             return ids
         case {"messages": [*messages]} if tokenizer and all(isinstance(one, dict) for one in messages):
             return tokenizer.encode_chat(messages)

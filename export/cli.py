@@ -98,7 +98,9 @@ def fetch_command(name: str) -> None:
     "model writes itself).",
 )
 @click.option("--calibration-tokens", type=click.IntRange(min=1), help="How much of it (default: 32768).")
-@click.option("--seed", type=click.IntRange(min=0), help="Of the model's own text and of --rotate (default: 0).")
+@click.option(
+    "--seed", type=click.IntRange(min=0, max=(1 << 31) - 1), help="Of the model's own text and of --rotate (default: 0)."
+)
 @click.option(
     "--head-weights",
     type=click.Choice(["int4", "int8", "fp16", "fp32"]),
@@ -236,15 +238,13 @@ def validate_command(
         report = _export("validate").validate(
             bundle, reference, draft_reference, device, draft_device, prompts, tokens, progress, judged
         )
-    _show_report(output, report)
-    if not write_report(open_bundle(bundle), "validate.json", report.as_dict()):
-        output.console.print(f"note: {bundle} cannot be written to, so inspect will not show this")
+    _show_report(output, bundle, report)
     output.json(report.as_dict())
     if not report.passed:
         raise click.exceptions.Exit(1)
 
 
-def _show_report(output: Output, report: Any) -> None:
+def _show_report(output: Output, bundle: Path, report: Any) -> None:
     table = rich.table.Table("check", "graph", "value", "limit", "")
     for check in report.checks:
         table.add_row(check.name, check.graph, f"{check.value:.3g}", f"{check.limit:.3g}", "ok" if check.passed else "FAIL")
@@ -257,6 +257,8 @@ def _show_report(output: Output, report: Any) -> None:
     output.console.print(quality_line(report.as_dict()))
     for note in report.notes:
         output.console.print(f"note: {note}")
+    if not write_report(open_bundle(bundle), "validate.json", report.as_dict()):
+        output.console.print(f"note: {bundle} cannot be written to, so inspect will not show this")
     output.console.print("PASS" if report.passed else "FAIL")
 
 
@@ -278,7 +280,7 @@ def demo_command(output: Path, json_file: str | None) -> None:
     converted = _convert(_export("request").Request(model=model, output=output, force=True), out)
     with out.progress() as progress:
         report = _export("validate").validate(output, model, progress=progress)
-    _show_report(out, report)
+    _show_report(out, output, report)
     engine = load(output)
     with out.progress() as progress:
         results = bench(engine, prompt_sets(engine), progress=progress)

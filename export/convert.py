@@ -19,6 +19,7 @@ from specedge.export.eagle_checkpoint import open_eagle
 from specedge.export.heads import write_eagle, write_medusa
 from specedge.export.medusa import open_medusa
 from specedge.export.output import new_folder
+from specedge.export.plan import check_recipe
 from specedge.export.request import Request
 from specedge.export.roles import Place, write_model
 from specedge.export.self_text import writer_of
@@ -59,11 +60,14 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         allowed = min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab
         if (rank := highest_rank(request.tree)) >= allowed:
             raise UsageError(f"tree: rank {rank!s:.60}, expected 0..{allowed - 1}, choices among the ids this model can emit")
+        if draft:
+            _check_vocabulary(folder, has_tokenizer, target, draft)
+            check_recipe("draft", draft, request.drafter)
+        check_recipe("target", target, request.recipe)
         documents = _calibration(request, target, folder, allowed, context, progress)
         place = Place(folder, device, context, request, progress, documents)
         roles = {}
         if draft:
-            _check_vocabulary(folder, has_tokenizer, target, draft)
             one_call = device.one_call if request.one_call is None else request.one_call
             roles["draft"] = write_model("draft", draft, widths, place, request.drafter, drafts=drafted if one_call else ())
         taps = eagle.config.taps if eagle else (NORMED,) if medusa else ()

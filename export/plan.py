@@ -5,11 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specedge.cachedir import cache_dir
+from specedge.errors import UsageError
 from specedge.export.calibrate import calibrate
-from specedge.export.families import DecoderConfig
+from specedge.export.checkpoint import Checkpoint
+from specedge.export.families import DecoderConfig, tensor_names
 from specedge.export.recipe import FITS, Form, Recipe
+from specedge.export.rotated import rotate
 from specedge.export.rounded_file import read_rounded
-from specedge.export.sensitivity import measure_sensitivity, widen
+from specedge.export.sensitivity import mean_bits, measure_sensitivity, widen
 from specedge.export.tensors import Tensors, fingerprint
 from specedge.progress import Progress
 from specedge.quant.pack import Quantized
@@ -37,6 +40,22 @@ def plan_head(shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> Plan:
     """Of a draft head: it stays in the target's own basis, and is rounded without calibration."""
     recipe = replace(recipe, method="rtn" if recipe.method == "rtn" else "clip", rotation=None, bits=None)
     return Plan(recipe, {name: recipe.form(name, shape) for name, shape in shapes.items()})
+
+
+def check_recipe(label: str, checkpoint: Checkpoint, recipe: Recipe) -> None:
+    """Refuse, before anything long begins, what a model cannot be stored by.
+
+    Raises:
+        UsageError: It cannot be rotated, or takes more bits than the recipe allows before any layer gets 8.
+    """
+    shapes = {name: shape for name, (_, shape) in tensor_names(checkpoint.config).items()}
+    forms = {name: recipe.form(name, shape) for name, shape in shapes.items()}
+    if recipe.bits is not None and recipe.bits <= (least := mean_bits(forms, shapes)):
+        raise UsageError(
+            f"bits {recipe.bits}: the {label} takes {least:.2f} a weight before any layer gets 8; give more, or a larger group"
+        )
+    if recipe.rotation is not None:
+        rotate(checkpoint, checkpoint.config, recipe.rotation)
 
 
 def plan_model(

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specedge.cachedir import cache_dir
+from specedge.errors import SpecedgeError
 from specedge.export.calibration_text import read_documents
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.report import Logits, Meter, Quality
@@ -52,6 +53,8 @@ def measure_quality(
             found = walk(sequence, ids[:-1], sequence.role.chunk)[rows.start :, :allowed]
             meter.add(truth, found, ids[document.prompt :])
         progress("validate: quality", done, len(documents))
+    if not meter.rows:
+        raise SpecedgeError("text: no document has a token behind its first or its prompt, so there is nothing to judge by")
     return meter.quality()
 
 

@@ -40,6 +40,10 @@ class Recipe:
         for name, given in (("method gptq", self.method == "gptq"), ("bits", self.bits is not None)):
             if given and not quantised:
                 raise UsageError(f"{name}: weights {self.body} are not quantised; use int4 or leave it out")
+        if self.bits is not None and isinstance(self.body, Scheme) and self.body.bits == 8:
+            raise UsageError("bits: all layers have 8 already; use weights int4 or leave it out")
+        if self.keep and (self.method == "gptq" or self.bits is not None):
+            raise UsageError("keep: calibration is for new grids, and these would be the checkpoint's; leave one of them out")
         if self.rotation is not None and self.keep and quantised:
             raise UsageError("rotation: rotated weights lie on no grid of the checkpoint; use --method rtn, clip or gptq")
 

@@ -95,14 +95,14 @@ class Meter:
     """Sums up how far logits are from the true ones."""
 
     def __init__(self) -> None:
-        self._rows = self._text = 0
+        self.rows = self._text = 0
         self._worst = 0.0
         self._kl = self._overlap = self._top1 = self._top5 = self._surprise = self._true_surprise = 0.0
 
     def add(self, truth: Logits, found: Logits, following: Sequence[int]) -> None:
         """Logits [T, V], and the tokens that follow the first rows in the text, if any do."""
         log_p, log_q = log_softmax(truth), log_softmax(found)
-        self._rows += len(truth)
+        self.rows += len(truth)
         self._worst = float(np.maximum(self._worst, np.abs(found - truth).max(initial=0.0)))  # keeps a NaN
         p = np.exp(log_p)
         self._kl += float((p * (log_p - log_q)).sum())
@@ -118,9 +118,9 @@ class Meter:
 
     def quality(self) -> Quality:
         """The means of all rows."""
-        rows, text = max(self._rows, 1), max(self._text, 1)
+        rows, text = max(self.rows, 1), max(self._text, 1)
         return Quality(
-            tokens=self._rows,
+            tokens=self.rows,
             logits_max_abs=self._worst,
             kl_mean=self._kl / rows,
             top1_agreement=self._top1 / rows,

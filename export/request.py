@@ -50,6 +50,8 @@ class Request:
             raise UsageError("one_call: only a draft model has that choice; give --draft or leave it out")
         if self.eagle_taps is not None and not self.eagle:
             raise UsageError("eagle_taps: say what an EAGLE head reads; give --eagle or leave them out")
+        if self.draft_recipe and self.draft_recipe.calibrated and not self.draft:
+            raise UsageError("draft method gptq: heads are rounded without calibration; use rtn or clip")
         if self.drafter.dtype != self.recipe.dtype:
             raise UsageError(f"draft weights {self.drafter.body}: the graphs' type is {self.recipe.dtype}; use fp16 for both")
 

@@ -36,7 +36,7 @@ def is_whole(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
+    except (OSError, RuntimeError, zipfile.BadZipFile):
         return False
 
 

@@ -1,7 +1,8 @@
 """Text that a model writes itself: what it is calibrated on, and what it is judged by, never the same prompts."""
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from specedge.cachedir import keep, write_whole
+from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint, load_quietly
 from specedge.export.families import tensor_names
 from specedge.export.tensors import fingerprint
@@ -39,6 +41,7 @@ _TOPICS = (
     "languages", "cheese", "electric light", "the dentist", "sorting a list", "apples", "vaccines", "a fire station",
     "photography",
 )  # fmt: skip
+_VERSION = 1  # of how text is written: another one makes other cache entries
 _TOGETHER = 64  # documents written at once
 _LONGEST = 256  # tokens of an answer
 
@@ -57,7 +60,7 @@ class Writer:
 
 def writer_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, allowed: int, longest: int) -> Writer:
     """A checkpoint as a writer."""
-    key = fingerprint(checkpoint, tensor_names(checkpoint.config))
+    key = f"{fingerprint(checkpoint, tensor_names(checkpoint.config))} {checkpoint.config}"
     return Writer(lambda: load_quietly(checkpoint), key, tokenizer, allowed, longest, checkpoint.eos_ids)
 
 
@@ -76,9 +79,13 @@ def write_documents(
 
     The prompts of the two parts differ in topic; a checkpoint without tokenizer starts from single ids, likewise.
     """
-    folder = cache / "text" / writer.fingerprint
-    keep(folder)
     prompts = _prompts(writer, part, seed)
+    if writer.longest < 2 or not prompts:
+        raise SpecedgeError(f"text: a context of {writer.longest} and {writer.allowed} ids leave nothing to write")
+    longest = min(writer.longest, max(map(len, prompts)) + _LONGEST)
+    said = (_VERSION, writer.fingerprint, prompts, seed, writer.allowed, longest, writer.eos_ids, _TOGETHER)
+    folder = cache / "text" / hashlib.sha256(repr(said).encode()).hexdigest()[:32]
+    keep(folder)
     documents: list[Document] = []
     model: PreTrainedModel | None = None
     written = batch = 0
@@ -88,19 +95,28 @@ def write_documents(
         progress(f"{part} text", min(tokens - 1, written + more), tokens)
 
     while written < tokens:
-        path = folder / f"{part}-{seed}-{batch}.json"
+        path = folder / f"{batch}.json"
         together = [prompts[(batch * _TOGETHER + place) % len(prompts)] for place in range(_TOGETHER)]
         found = _read(path)
         if found is None:
             model = model or writer.model()
-            found = _sample(model, writer, together, (seed << 32) + batch, told)
+            found = _sample(model, writer, together, longest, (seed << 32) + batch, told)
             _write(path, found)
         documents += found
         batch += 1
         written += sum(len(document.ids) - document.prompt for document in found)
         told(0)
     progress(f"{part} text", tokens, tokens)
-    return tuple(documents)
+    return tuple(_first(documents, tokens))
+
+
+def _first(documents: Sequence[Document], tokens: int) -> Iterator[Document]:
+    """As many as hold `tokens` tokens behind their prompts."""
+    for document in documents:
+        if tokens <= 0:
+            return
+        tokens -= len(document.ids) - document.prompt
+        yield document
 
 
 def _prompts(writer: Writer, part: Part, seed: int) -> list[list[int]]:
@@ -117,7 +133,12 @@ def _prompts(writer: Writer, part: Part, seed: int) -> list[list[int]]:
 
 @torch.no_grad()
 def _sample(
-    model: PreTrainedModel, writer: Writer, prompts: Sequence[Sequence[int]], seed: int, told: Callable[[int], None]
+    model: PreTrainedModel,
+    writer: Writer,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
+    seed: int,
+    told: Callable[[int], None],
 ) -> list[Document]:
     """What the model writes behind prompts, one token of each at a time; `told` hears how many there are."""
     model.set_attn_implementation("sdpa")  # nothing is compared here, and it takes half the time
@@ -128,10 +149,14 @@ def _sample(
     seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generator = torch.Generator().manual_seed(seed)
     cache, fed = DynamicCache(), ids
-    for _ in range(min(_LONGEST, writer.longest - width)):
+    for _ in range(min(_LONGEST, longest - width)):
         positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -fed.shape[1] :]
         out = model(fed, attention_mask=seen, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1)
         law = torch.softmax(out.logits[:, -1, : writer.allowed].float(), -1)
+        if not torch.isfinite(law).all():
+            raise SpecedgeError(
+                "text: the model gives logits that are not finite, so it can write none; give --calibration FILE"
+            )
         fed = torch.multinomial(law, 1, generator=generator)
         ids, seen = torch.cat((ids, fed), 1), torch.cat((seen, torch.ones_like(fed)), 1)
         ended = torch.isin(ids[:, width:], torch.tensor(writer.eos_ids)).int().cumsum(1)

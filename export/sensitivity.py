@@ -40,7 +40,7 @@ def measure_sensitivity(
         progress(f"{label}: sensitivity", layer, config.layers)
         block = load_block(config, layer, tensor)
         units = [tuple(unit) for unit in joined_layers(name for name in schemes if name.startswith(f"layers.{layer}."))]
-        new = {unit: exact.fork() for unit in units}
+        new = {unit: exact.fork(apart=False) for unit in units}
         for stream in (exact, *variants.values()):
             run_block(stream, block)
         for unit, stream in new.items():
@@ -74,10 +74,7 @@ def widen(
     The gain is taken to be all of the KL that a unit costs: 8 bits cost a hundredth of it.
     """
     chosen = dict(forms)
-    matrices = [name for name in forms if len(shapes[name]) == 2]
-    room = bits * sum(prod(shapes[name]) for name in matrices) - sum(
-        stored_bits(forms[name], shapes[name]) for name in matrices
-    )
+    room = (bits - mean_bits(forms, shapes)) * sum(prod(shapes[name]) for name in _matrices(forms, shapes))
 
     def cost(unit: Unit) -> float:
         return sum(stored_bits(_wide(forms[name]), shapes[name]) - stored_bits(forms[name], shapes[name]) for name in unit)
@@ -87,6 +84,16 @@ def widen(
             room -= cost(unit)
             chosen |= {name: _wide(forms[name]) for name in unit}
     return chosen
+
+
+def mean_bits(forms: Mapping[str, Form], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Bits a weight of a model's matrices takes."""
+    names = _matrices(forms, shapes)
+    return sum(stored_bits(forms[name], shapes[name]) for name in names) / sum(prod(shapes[name]) for name in names)
+
+
+def _matrices(forms: Mapping[str, Form], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [name for name in forms if len(shapes[name]) == 2 and not name.startswith("rotation.")]
 
 
 def stored_bits(form: Form, shape: tuple[int, ...]) -> float:

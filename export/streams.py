@@ -76,10 +76,15 @@ class Stream:
         self.hidden = torch.from_numpy(turned(config, tensor, tensor("embed_tokens.weight")[ids]))  # [tokens, H]
         self._mixed = torch.empty(len(ids), config.heads * config.head_dim)
 
-    def fork(self) -> "Stream":
-        """Another one that is where this is; not while a block's stages run."""
+    def fork(self, apart: bool) -> "Stream":
+        """Another one that is where this is; not while a block's stages run.
+
+        Unless they stand `apart`, only one of them may be inside a block at a time.
+        """
         other = copy.copy(self)
-        other.hidden, other._mixed = self.hidden.clone(), torch.empty_like(self._mixed)
+        other.hidden = self.hidden.clone()
+        if apart:
+            other._mixed = torch.empty_like(self._mixed)
         return other
 
     @torch.no_grad()

@@ -98,7 +98,7 @@ def validate(
         requests = []
         notes.append("greedy ids were not compared: there are weights or logits that are not finite")
     if not quantised:
-        checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * quality.logits_max_abs))
+        checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * of_target.logits_max_abs))
     progress("validate: greedy ids", 0, len(bundle.manifest.drafters))
     greedy = []
     for done, drafter in enumerate(bundle.manifest.drafters, 1):
@@ -144,6 +144,7 @@ class _Checked:
 
     checks: list[Check]
     quality: Quality
+    logits_max_abs: float  # of the text that every width reads
     groups: list[GroupError]
     model: PreTrainedModel
 
@@ -184,11 +185,9 @@ def _check_role(
             limit = LOGITS_LIMIT[sequence.role.kv.dtype]
             checks.append(Check("logits_max_abs", graph, float(np.abs(found - truth).max()), limit))
     progress(f"validate: {role}", 2 + len(widths), 2 + len(widths))
-    if quality is None:
-        meter = Meter()
-        meter.add(truth, found, text[1 : windows[0].stop])
-        quality = meter.quality()
-    return _Checked(checks, quality, compared.groups, model)
+    meter = Meter()
+    meter.add(truth, found, text[1 : windows[0].stop])
+    return _Checked(checks, quality or meter.quality(), float(np.abs(found - truth).max()), compared.groups, model)
 
 
 def _check_reference_greedy(

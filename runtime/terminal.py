@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from click.core import ParameterSource
 
 from specedge.errors import SpecedgeError
 from specedge.progress import Progress
+from specedge.reports import finite
 
 
 class Command(click.Command):
@@ -98,7 +98,7 @@ class Output:
         """Write the JSON results, if asked for; NaN and infinity become null, which JSON can hold."""
         if self._json_file is None:
             return
-        text = json.dumps(_finite(results), indent=2) + "\n"
+        text = json.dumps(finite(results), indent=2) + "\n"
         if self._json_file == "-":
             sys.stdout.write(text)
             return
@@ -134,16 +134,6 @@ class Output:
 def _lines(task: str, done: int, total: int) -> None:
     if done in (0, total):
         click.echo(f"{task}: {'started' if done == 0 else 'done'}", err=True)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def size(count: int) -> str:

@@ -1,6 +1,7 @@
 """The commands' promises: exit codes, errors in one line, JSON of the contract and nothing beside it (design.md §5)."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -363,6 +364,31 @@ def test_a_calibrated_bundle_is_made_judged_and_shown(source: Path, tmp_path: Pa
     assert all(0 < group["relative_error"] < 0.5 for group in judged["groups"] if group["method"])
     assert results_of("inspect", path)["validated"] == judged
     assert f"validate passed; against float32 on {judged['tokens']} tokens" in " ".join(run("inspect", path).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [(["--bits", 5], "bits 5.0: the target takes 5."), (["--seed", 1 << 31], "--seed"), (["--bits", 4], "--bits")],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_before_text_is_written(source: Path, options: list[object], part: str, tmp_path: Path):
+    assert part in refused(2, "convert", source, "-o", tmp_path / "bundle", *options)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_text_with_nothing_to_judge_by_is_refused(source: Path, bundle: Path, tmp_path: Path):
+    (tmp_path / "text.jsonl").write_text('{"ids": [5]}\n{"ids": [6]}\n')
+    said = refused(1, "validate", bundle, "--reference", source, "--text", tmp_path / "text.jsonl")
+    assert "nothing to judge by" in said
+
+
+def test_a_report_of_another_manifest_is_not_shown(source: Path, bundle: Path, tmp_path: Path):
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    run("validate", copy, "--reference", source, "--prompts", 1, "--tokens", 4)
+    assert results_of("inspect", copy)["validated"]["passed"]
+    (copy / "manifest.json").write_text((copy / "manifest.json").read_text() + " ")
+    assert results_of("inspect", copy)["validated"] is None
 
 
 def test_a_drafters_recipe_needs_a_drafter(source: Path, tmp_path: Path):

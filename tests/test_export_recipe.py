@@ -52,6 +52,7 @@ def test_options_become_a_recipe(changes: dict[str, Any], recipe: Recipe) -> Non
         ({"weights": "fp16", "method": "gptq"}, "--method: --weights fp16 is not quantised"),
         ({"weights": "fp32", "head_weights": "int8", "method": "gptq"}, "method gptq: weights float32 are not quantised"),
         ({"weights": "fp32", "head_weights": "int8", "bits": 5.0}, "bits: weights float32 are not quantised"),
+        ({"weights": "int8", "bits": 9.0}, "bits: all layers have 8 already"),
         ({"weights": "fp16", "head_weights": "int8"}, "fp16 is a whole graph's type"),
         ({"prefix": "draft-", "group": "16", "method": "keep"}, "--draft-method keep: --draft-group"),
     ],
@@ -87,6 +88,15 @@ def test_text_is_for_recipes_that_read_it() -> None:
         calibration(None, 5, None, Recipe(), None)
 
 
-def test_kept_grids_cannot_be_rotated() -> None:
+def test_kept_grids_cannot_be_rotated_nor_calibrated() -> None:
     with pytest.raises(UsageError, match="rotated weights lie on no grid"):
         Recipe(rotation=0)
+    with pytest.raises(UsageError, match="calibration is for new grids"):
+        Recipe(method="gptq")
+
+
+def test_heads_are_not_calibrated() -> None:
+    gptq = Recipe(method="gptq", keep=False)
+    assert Request("m", Path("o"), draft="d", draft_recipe=gptq).drafter == gptq
+    with pytest.raises(UsageError, match="heads are rounded without calibration"):
+        Request("m", Path("o"), medusa="d", draft_recipe=gptq)

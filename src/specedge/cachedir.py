@@ -2,9 +2,9 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -30,8 +30,11 @@ def cache_dir() -> Path:
 
 def keep(entry: Path) -> None:
     """Note that an entry of the cache is in use, and drop its neighbours that were not for 60 days."""
-    entry.mkdir(parents=True, exist_ok=True)
-    os.utime(entry)
+    try:
+        entry.mkdir(parents=True, exist_ok=True)
+        os.utime(entry)
+    except OSError as error:
+        raise SpecedgeError(f"{entry}: cannot be written ({error}); set SPECEDGE_CACHE to a folder that can") from error
     for other in entry.parent.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process may have been here
             if other.stat().st_mtime < time.time() - _KEPT:
@@ -48,11 +51,10 @@ def _home() -> Path:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all, its folder first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        partial.write_bytes(content)
         os.replace(partial, path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
