@@ -51,7 +51,7 @@ class Writer:
     """A model that can write: `model` opens it in transformers once it is needed, `fingerprint` says which it is."""
 
     model: Callable[[], PreTrainedModel]
-    fingerprint: str
+    fingerprint: Callable[[], str]
     tokenizer: Tokenizer | None
     allowed: int  # ids it may emit
     longest: int  # tokens of a document
@@ -60,7 +60,10 @@ class Writer:
 
 def writer_of(checkpoint: Checkpoint, tokenizer: Tokenizer | None, allowed: int, longest: int) -> Writer:
     """A checkpoint as a writer."""
-    key = f"{fingerprint(checkpoint, tensor_names(checkpoint.config))} {checkpoint.config}"
+
+    def key() -> str:
+        return f"{fingerprint(checkpoint, tensor_names(checkpoint.config))} {checkpoint.config}"
+
     return Writer(lambda: load_quietly(checkpoint), key, tokenizer, allowed, longest, checkpoint.eos_ids)
 
 
@@ -83,7 +86,7 @@ def write_documents(
     if writer.longest < 2 or not prompts:
         raise SpecedgeError(f"text: a context of {writer.longest} and {writer.allowed} ids leave nothing to write")
     longest = min(writer.longest, max(map(len, prompts)) + _LONGEST)
-    said = (_VERSION, writer.fingerprint, prompts, seed, writer.allowed, longest, writer.eos_ids, _TOGETHER)
+    said = (_VERSION, writer.fingerprint(), prompts, seed, writer.allowed, longest, writer.eos_ids, _TOGETHER)
     folder = cache / "text" / hashlib.sha256(repr(said).encode()).hexdigest()[:32]
     keep(folder)
     documents: list[Document] = []

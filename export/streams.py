@@ -66,7 +66,8 @@ class _Document:
 class Stream:
     """The hidden states of documents: what enters a block, and while its stages run, what has left the earlier ones.
 
-    Memory is (H + N D) float32 a token, and what `_TOGETHER` documents take inside a stage.
+    Memory is (H + N D) float32 a token, a mask [G T, T] for every length T of a document, and what `_TOGETHER` documents take
+    inside a stage.
     """
 
     def __init__(self, config: DecoderConfig, documents: Sequence[Sequence[int]], tensor: Callable[[str], Floats]) -> None:

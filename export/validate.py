@@ -1,6 +1,7 @@
 """Does a bundle still compute what its checkpoint says? Weights, logits and greedy ids, against transformers in float32."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def validate(
     elif not draft_reference and len(bundle.manifest.drafters) > 1:
         notes.append("the drafter's logits were not compared: --draft-reference names its checkpoint")
     source = open_checkpoint(reference)
-    documents = read_judged(judged, source, engine, progress) if judged else ()
+    documents = functools.partial(read_judged, judged, source, engine, progress) if judged else None
     of_target = _check_role(bundle, "target", engine.target, source, text, progress, documents)
     quality, model = of_target.quality, of_target.model
     checks += of_target.checks
@@ -156,9 +157,9 @@ def _check_role(
     checkpoint: Checkpoint,
     text: list[int],
     progress: Progress,
-    documents: Sequence[Document] = (),
+    documents: Callable[[], Sequence[Document]] | None = None,
 ) -> _Checked:
-    """Stored weights and every graph's logits; quality on the documents, or where there are none on the text."""
+    """Stored weights and every graph's logits; quality on the documents, which may take long to write, else on the text."""
     wanted = {1, *bundle.manifest.widths, *(graph.width for graph in sequence.role.graphs if graph.width), sequence.role.chunk}
     widths = sorted(width for width in wanted if width <= sequence.widest)
     progress(f"validate: {role}", 0, 2 + len(widths))
@@ -170,7 +171,7 @@ def _check_role(
     rows = [row for window in windows for row in window]
     model = load_quietly(checkpoint)
     truth = reference_logits(model, text, rows)[:, :allowed]
-    quality = measure_quality(model, sequence, documents, allowed, progress) if documents else None
+    quality = measure_quality(model, sequence, documents(), allowed, progress) if documents else None
     quantised = bundle.role(role).quantised
     if quantised:
         load_stored(model, bundle, role, checkpoint)
