@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 
 import click
@@ -21,7 +20,7 @@ from specedge.export.quality import Judged, read_judged, reference_logits
 from specedge.export.recipe import Recipe
 from specedge.export.report import Meter, Quality
 from specedge.export.request import Request
-from specedge.export.sensitivity import stored_bits
+from specedge.export.sensitivity import mean_bits
 from specedge.progress import Progress
 from specedge.quant.scheme import Scheme
 from specedge.runtime import Engine, load
@@ -114,14 +113,9 @@ def judge(model: str, engines: dict[str, Engine], tokens: int, progress: Progres
 
 def bits(engine: Engine) -> float:
     """Bits a weight of the target's matrices takes: codes, scales and what zero needs, as its scheme has them."""
-    matrices = [
-        weight
-        for weight in engine.bundle.role("target").weights
-        if len(weight.shape) == 2 and not weight.name.startswith("rotation.")
-    ]
-    return sum(stored_bits(Scheme.from_name(weight.scheme), weight.shape) for weight in matrices) / sum(
-        prod(weight.shape) for weight in matrices
-    )
+    weights = engine.bundle.role("target").weights
+    forms = {weight.name: Scheme.from_name(weight.scheme) if weight.method else weight.scheme for weight in weights}
+    return mean_bits(forms, {weight.name: weight.shape for weight in weights})
 
 
 def show(rows: Sequence[Row]) -> None:

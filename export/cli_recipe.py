@@ -45,8 +45,7 @@ class Options:
         weights = self.weights or default
         head = self.head_weights or (weights if weights in FLOATS else "int8")
         new_grid = [f"--{self.prefix}{name}" for name, given in self._new_grid().items() if given]
-        of_grids = new_grid + [f"--{self.prefix}method"] * (self.method is not None)
-        of_grids = [name for name in of_grids if name != "--rotate"]
+        of_grids = [f"--{self.prefix}method"] * (self.method is not None) + [name for name in new_grid if name != "--rotate"]
         if of_grids and weights in FLOATS and head in FLOATS:
             raise UsageError(f"{of_grids[0]}: --{self.prefix}weights {weights} is not quantised; leave one of them out")
         if new_grid and self.method == "keep":

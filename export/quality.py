@@ -26,7 +26,6 @@ class Judged:
 
     file: Path | None
     tokens: int
-    seed: int = 0
 
 
 def read_judged(judged: Judged, checkpoint: Checkpoint, engine: Engine, progress: Progress) -> tuple[Document, ...]:
@@ -36,7 +35,7 @@ def read_judged(judged: Judged, checkpoint: Checkpoint, engine: Engine, progress
         found = read_documents(judged.file, engine.tokenizer, allowed, longest, judged.tokens)
         return tuple(Document(ids, 1) for ids in found)
     writer = writer_of(checkpoint, engine.tokenizer, allowed, longest)
-    return write_documents(writer, "held-out", judged.tokens, judged.seed, cache_dir(), progress)
+    return write_documents(writer, "held-out", judged.tokens, 0, cache_dir(), progress)
 
 
 def measure_quality(
