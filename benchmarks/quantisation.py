@@ -1,6 +1,6 @@
 """What each way of rounding costs a model: KL, top-1, top-5 and perplexity on held-out text, bytes and minutes, side by side.
 
-Usage: python benchmarks/quantisation.py MODEL [--recipes NAME,NAME ...] [--tokens N] [--folder DIR] [--json FILE]
+Usage: python benchmarks/quantisation.py MODEL [--recipes NAME,NAME ...] [--tokens N] --folder DIR --json FILE
 """
 
 import json
@@ -13,21 +13,23 @@ import click
 import rich.console
 import rich.table
 
-from specedge.export.calibration_text import Calibration
+from specedge.export.calibration_text import Calibration, read_calibration
 from specedge.export.checkpoint import load_quietly, open_checkpoint
 from specedge.export.convert import convert
-from specedge.export.quality import Judged, read_judged, reference_logits
+from specedge.export.quality import Judged, measure_quality, read_judged
 from specedge.export.recipe import Recipe
-from specedge.export.report import Meter, Quality
+from specedge.export.report import Quality
 from specedge.export.request import Request
+from specedge.export.self_text import writer_of
 from specedge.export.sensitivity import mean_bits
-from specedge.progress import Progress
+from specedge.export.vocabulary import token_count
 from specedge.quant.scheme import Scheme
 from specedge.runtime import Engine, load
-from specedge.runtime.agreement import walk
 from specedge.runtime.terminal import Output, peak_rss
+from specedge.tokenizer import Tokenizer
 
 BLOCK, ASYMMETRIC, CHANNEL = Scheme(4, 32), Scheme(4, 32, False), Scheme(4, None)
+CONTEXT = 512
 INT8, INT8_CHANNEL = Scheme(8, 32), Scheme(8, None)
 RECIPES = {
     "exact grid": Recipe(),
@@ -47,7 +49,7 @@ RECIPES = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A recipe's result; `bits` a weight of its matrices as the scheme has them, `seconds` of the conversion."""
+    """A recipe's result; `bits` a weight of its matrices as the scheme has them, `seconds` of the conversion without text."""
 
     recipe: str
     bits: float
@@ -63,52 +65,50 @@ class Row:
 @click.option("--calibration-tokens", default=32768, show_default=True)
 @click.option("--device", default="cpu-static", show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where bundles are made, and kept.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path))
-def main(
-    model: str, recipes: str, tokens: int, calibration_tokens: int, device: str, folder: Path, json_file: Path | None
-) -> None:
-    """Convert MODEL by every recipe, then judge all bundles on the same text."""
+@click.option("--json", "json_file", type=click.Path(path_type=Path), required=True, help="Rows found there are not made anew.")
+def main(model: str, recipes: str, tokens: int, calibration_tokens: int, device: str, folder: Path, json_file: Path) -> None:
+    """Convert MODEL by every recipe and judge each bundle on the same text, one after the other."""
     names = [name.replace("/", ", ") for name in recipes.split(",")]
-    output = Output(None)
-    seconds: dict[str, float] = {}
-    with output.progress() as progress:
-        engines: dict[str, Engine] = {}
-        for name in names:
-            start = time.perf_counter()
-            calibration = Calibration(tokens=calibration_tokens)
+    calibration = Calibration(tokens=calibration_tokens)
+    checkpoint = open_checkpoint(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(json_file)
+    with Output(None).progress() as progress:
+        checkpoint.save_tokenizer(folder)
+        tokenizer, allowed = Tokenizer.in_folder(folder), token_count(folder / "tokenizer.json")
+        read_calibration(calibration, writer_of(checkpoint, tokenizer, allowed, CONTEXT), progress)
+        reference = load_quietly(checkpoint)
+        for name in [name for name in names if name not in rows]:
             place = folder / name.replace(", ", "-").replace(" ", "-")
             request = Request(
-                model, place, device=device, widths=(1,), recipe=RECIPES[name], calibration=calibration, force=True
+                model,
+                place,
+                device=device,
+                widths=(1,),
+                context=CONTEXT,
+                chunk=CONTEXT // 2,  # wide steps: their matrices are read from memory fewer times
+                recipe=RECIPES[name],
+                calibration=calibration,
+                force=True,
             )
+            start = time.perf_counter()
             convert(request, progress)
-            seconds[name] = time.perf_counter() - start
-            engines[name] = load(place)
-        qualities = judge(model, engines, tokens, progress)
-    rows = [
-        Row(name, bits(engines[name]), engines[name].bundle.role("target").stored_bytes, seconds[name], qualities[name])
-        for name in names
-    ]
-    show(rows)
-    if json_file:
-        json_file.write_text(json.dumps({"peak_rss_bytes": peak_rss(), "rows": [asdict(row) for row in rows]}, indent=1))
+            seconds = time.perf_counter() - start
+            engine = load(place)
+            documents = read_judged(Judged(None, tokens), checkpoint, engine, progress)
+            quality = measure_quality(reference, engine.target, documents, allowed, progress)
+            rows[name] = Row(name, bits(engine), engine.bundle.role("target").stored_bytes, seconds, quality)
+            found = {"peak_rss_bytes": peak_rss(), "rows": [asdict(row) for row in rows.values()]}
+            json_file.write_text(json.dumps(found, indent=1))
+    show([rows[name] for name in names])
 
 
-def judge(model: str, engines: dict[str, Engine], tokens: int, progress: Progress) -> dict[str, Quality]:
-    """All bundles over the same documents; the reference reads each once."""
-    checkpoint = open_checkpoint(model)
-    first = next(iter(engines.values()))
-    documents = read_judged(Judged(None, tokens), checkpoint, first, progress)
-    reference, allowed = load_quietly(checkpoint), first.bundle.manifest.allowed_ids
-    meters = {name: Meter() for name in engines}
-    for done, document in enumerate(documents):
-        progress("quality", done, len(documents))
-        rows = range(document.prompt - 1, len(document.ids) - 1)
-        truth = reference_logits(reference, document.ids, rows)[:, :allowed]
-        for name, engine in engines.items():
-            found = walk(engine.target, document.ids[:-1], engine.target.role.chunk)[rows.start :, :allowed]
-            meters[name].add(truth, found, document.ids[document.prompt :])
-    progress("quality", len(documents), len(documents))
-    return {name: meter.quality() for name, meter in meters.items()}
+def read_rows(json_file: Path) -> dict[str, Row]:
+    """Results of an earlier run, by recipe."""
+    if not json_file.exists():
+        return {}
+    found = json.loads(json_file.read_text())["rows"]
+    return {row["recipe"]: Row(**row | {"quality": Quality(**row["quality"])}) for row in found}
 
 
 def bits(engine: Engine) -> float:
