@@ -22,6 +22,7 @@ class Device:
     mask_value: float
     accuracy_level: int  # of MatMulNBits: 4 computes with int8 activations, 1 with float32
     widest_block: int  # of weights per stored scale: a larger group's scale is repeated
+    embeds: bool  # whether the host looks up the embedding's rows and feeds them instead of ids
     zero_points: bool  # whether MatMulNBits takes them; without, what they add is computed from sums of x over blocks
     prepares: bool  # whether weights are kept in the user's cache in the order the kernels read them
     one_call: bool  # whether a draft model drafts faster in one call than step by step; EAGLE heads do everywhere

@@ -25,6 +25,7 @@ _ROWS = (
         # Kernels of larger blocks sum a single row in another order than several: 2e-7, which int8 activations turn into 0.1
         # and more of a logit. Of these every width gives the same bits.
         widest_block=32,
+        embeds=False,
         zero_points=True,
         prepares=True,
         # Steps in place cost little more than their weights, and the graph of one call has to copy the cache at every level:
@@ -44,6 +45,7 @@ _ROWS = (
         mask_value=_CPU_MASK,
         accuracy_level=1,
         widest_block=128,  # the largest there is
+        embeds=False,
         zero_points=True,
         prepares=False,  # each of its graphs would keep a file of its own, and at this level nothing is reordered for speed
         one_call=True,  # a call of an NPU costs more than what it computes

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specedge.export.to_onnx import OPSET
-from specedge.manifest import VOCABULARY
+from specedge.manifest import EMBEDDING, VOCABULARY
 
 Size = int | str | ir.SymbolicDim | None
 LOGITS, FED_BACK = "logits", "fed_back"
@@ -17,9 +17,9 @@ LOGITS, FED_BACK = "logits", "fed_back"
 class Body:
     """A traced step without LM head, of symbolic width T and past P; weights are inputs by their canonical names.
 
-    Inputs `input_ids` [1, T], `features` [1, T, F] where it reads any, `rope_cos`, `rope_sin` [1, 1, T, D / 2],
-    `attention_bias` [1, 1, T, P + T], `past_*`; outputs [1, T, H] what it `gives`, LOGITS standing for what feeds the LM head,
-    and the new columns of every past, `kv`, by names such as key_0.
+    Inputs `input_ids` [1, T], which nothing reads but a Gather from EMBEDDING, `features` [1, T, F] where it reads any,
+    `rope_cos`, `rope_sin` [1, 1, T, D / 2], `attention_bias` [1, 1, T, P + T], `past_*`; outputs [1, T, H] what it `gives`,
+    LOGITS standing for what feeds the LM head, and the new columns of every past, `kv`, by names such as key_0.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Layout:
     half: int  # D / 2 of the rotary tables
     features: tuple[str, int] | None  # the target's output that is read, and its size
     lm_head: tuple[str, int, int]  # the weight's name, Vd and H
+    embeds: bool  # whether the embedding's rows are fed instead of ids
     mapped: bool  # whether the weight VOCABULARY [Vd] says which ids of the target the drafter's are
     dtype: ir.DataType
 
@@ -69,7 +70,10 @@ class Composer:
         if layout.width is not None:
             rows = layout.width + self.rows_more
         slots = "total" if layout.slots is None or isinstance(rows, str) else layout.slots + rows
-        self.ids = self.input("input_ids", ir.DataType.INT32, [1, self.width])
+        if layout.embeds:
+            self.text = self.input("input_embeds", layout.dtype, [1, self.width, layout.lm_head[2]])
+        else:
+            self.text = self.input("input_ids", ir.DataType.INT32, [1, self.width])
         self.features = None
         if layout.features:
             name, size = layout.features
@@ -128,9 +132,13 @@ class Composer:
         ids: ir.Value | None = None,
         features: ir.Value | None = None,
     ) -> dict[str, ir.Value]:
-        """The nodes of a traced step over some rows of the inputs: its outputs by what they are."""
+        """The nodes of a traced step over some rows of the inputs: its outputs by what they are.
+
+        `ids` are other tokens than those of the text, which only graphs with an embedding take.
+        """
+        text = self.text if ids is None else ids
         given = {
-            "input_ids": self.ids if ids is None else ids,
+            "input_ids": text,
             "rope_cos": self._between(self.cos, rows, 2),
             "rope_sin": self._between(self.sin, rows, 2),
             "attention_bias": self._between(self._between(self.bias, rows, 2), slice(0, rows.stop), 3),
@@ -141,11 +149,16 @@ class Composer:
         values: dict[ir.Value | None, ir.Value | None] = {None: None}
         for value in body.model.graph.inputs:
             assert value.name and value.dtype and value.shape is not None
+            if self.layout.embeds and value.name == EMBEDDING:
+                continue
             values[value] = given.get(value.name) or self.input(value.name, value.dtype, list(value.shape))
         for name, value in body.model.graph.initializers.items():
             assert value.const_value is not None
             values[value] = self._constant(f"{body.name}.{name}", value.const_value)
         for node in body.model.graph:
+            if node.inputs[0] not in values:  # the rows of an embedding that is left out
+                values[node.outputs[0]] = text
+                continue
             copy = ir.Node(
                 node.domain,
                 node.op_type,

@@ -155,6 +155,7 @@ def layout_of(
         half=config.head_dim // 2,
         features=features,
         lm_head=lm_head or own,
+        embeds=place.device.embeds,
         mapped=mapped,
         dtype=TYPES[kv.dtype],
     )

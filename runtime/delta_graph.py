@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from specedge.manifest import Graph, Role
 from specedge.runtime.cache import KVCache
+from specedge.runtime.embedding import Embedding
 from specedge.runtime.session import Session
 
 Array = npt.NDArray[np.generic]
@@ -20,12 +21,22 @@ class DeltaGraph:
     A static graph is padded to its width and sees the whole context, one of symbolic width takes what there is.
     """
 
-    def __init__(self, session: Session, graph: Graph, role: Role, cache: KVCache, tables: Array, more: int = 0) -> None:
+    def __init__(
+        self,
+        session: Session,
+        graph: Graph,
+        role: Role,
+        cache: KVCache,
+        tables: Array,
+        more: int = 0,
+        embedding: Embedding | None = None,
+    ) -> None:
         self.width = graph.width
         """Rows of text it takes at most, None for any number."""
         self.seconds = 0.0
         """Time spent inside the graph so far."""
         self._role, self._cache, self._tables, self._more = role, cache, tables, more
+        self._embedding = embedding
         self._binding = session.bind()
         self._outputs: dict[str, Array] = {}
         self._specs = graph.outputs
@@ -53,7 +64,9 @@ class DeltaGraph:
         bias[0, 0, places, : self._cache.length - old] = 0
         bias[0, 0, places, self._cache.length - old : self._cache.length] = mask[:, :old]
         bias[0, 0, places[:, None], past + places] = mask[:, old:]
-        fed = {"input_ids": np.asarray([ids], np.int32)} | dict(inputs)
+        embedding = self._embedding
+        read = {"input_embeds": embedding.rows(ids)[None]} if embedding else {"input_ids": np.asarray([ids], np.int32)}
+        fed = read | dict(inputs)
         for name, array in fed.items():
             self._binding.input(name, _padded(array, text) if array.shape[:2] == (1, rows) else array)
         for name, array in (("rope_cos", tables[0]), ("rope_sin", tables[1]), ("attention_bias", bias)):

@@ -12,6 +12,7 @@ from specedge.errors import SpecedgeError
 from specedge.manifest import VOCABULARY, Graph
 from specedge.runtime.cache import KVCache
 from specedge.runtime.delta_graph import DeltaGraph
+from specedge.runtime.embedding import Embedding
 from specedge.runtime.law import Ids
 from specedge.runtime.rope import rope_tables
 from specedge.runtime.sample import Logits
@@ -36,6 +37,7 @@ class EagleHead:
         self._bundle, self._device, self._threads = bundle, device, threads
         self._tables = rope_tables(self.role)
         self._reads = "hidden" if self.role.taps == (-1,) else "features"
+        self._embedding = Embedding.needed(bundle, "eagle")
         self._opened: list[DeltaGraph] = []
         self.step_bytes = _step_bytes(bundle)
         """What one step reads: its own weights but the embedding, and the LM head of the target if it has none."""
@@ -115,7 +117,10 @@ class EagleHead:
         return self._graphs(self.role.graphs)
 
     def _graphs(self, graphs: Tokens[Graph]) -> dict[int | None, DeltaGraph]:
-        opened = [DeltaGraph(self._open(graph), graph, self.role, self.cache, self._tables) for graph in graphs]
+        opened = [
+            DeltaGraph(self._open(graph), graph, self.role, self.cache, self._tables, embedding=self._embedding)
+            for graph in graphs
+        ]
         self._opened += opened
         return {graph.width: graph for graph in opened}
 

@@ -10,6 +10,7 @@ from specedge.errors import SpecedgeError, UsageError
 from specedge.manifest import Graph, Role
 from specedge.runtime import prepared
 from specedge.runtime.delta import DeltaSequence
+from specedge.runtime.embedding import Embedding
 from specedge.runtime.in_place import InPlaceSequence
 from specedge.runtime.rope import rope_tables
 from specedge.runtime.sequence import Sequence
@@ -41,6 +42,7 @@ class Model:
             )
         _check(self.role, f"{bundle.path}: {role_name}")
         self.tables = rope_tables(self.role)
+        self._embedding = Embedding.needed(bundle, role_name)
         if prepare and not device.prepares:
             raise UsageError(f"prepare: device {device.name!r} has no prepared form of its graphs; leave it to the default")
         if prepare is None:
@@ -68,8 +70,9 @@ class Model:
         return Unrolling(self.role, sequence.cache, self.tables, session)
 
     def _sequence(self, sessions: dict[int | None, Session]) -> Sequence:
-        kind = InPlaceSequence if self.role.form == "in-place" else DeltaSequence
-        return kind(self.role, self.tables, sessions)
+        if self.role.form == "in-place":
+            return InPlaceSequence(self.role, self.tables, sessions)
+        return DeltaSequence(self.role, self.tables, sessions, self._embedding)
 
     def _same(self, first: Session, second: Session) -> bool:
         """Whether two sessions of symbolic width give the same logits, bit for bit."""

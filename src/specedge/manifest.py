@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 
 SCHEMA = 5
+EMBEDDING = "embed_tokens.weight"
+"""The weight [V, H] whose rows graphs with `input_embeds` are fed with: a role's own, else the target's."""
 VOCABULARY = "vocabulary"
 """The weight int32 [Vd] that says which ids of the target a head's own are, ascending; without it they are the same."""
 

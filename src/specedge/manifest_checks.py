@@ -109,8 +109,10 @@ def _has_cache(graph: Graph, role: Role) -> bool:
 
 def _is_fed(graph: Graph, role: Role) -> bool:
     """Whether a graph takes as many rows as its width says, and rotary tables of its role's size."""
-    ids, cos = (_inputs(graph).get(name, ("", ()))[1] for name in ("input_ids", "rope_cos"))
-    rows = [*ids][1:]
+    inputs = _inputs(graph)
+    text = inputs.get("input_ids") or inputs.get("input_embeds") or ("", ())
+    cos = inputs.get("rope_cos", ("", ()))[1]
+    rows = [*text[1]][1:2]
     return cos[-1:] == (len(role.rope.inv_freq),) and (rows == [graph.width] or (graph.width is None and rows == ["T"]))
 
 
