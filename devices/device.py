@@ -5,6 +5,46 @@ from itertools import pairwise
 from typing import Literal
 
 Form = Literal["in-place", "delta"]
+Float = Literal["float32", "float16"]
+
+
+Options = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Soc:
+    """A system on a chip with an NPU, by its name and the numbers that its provider knows it by."""
+
+    name: str
+    model: int
+    architecture: int
+    source: str  # where the numbers are from
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """An execution provider that comes in a package of its own, and the options it is opened with.
+
+    `{folder}` in an option stands for a folder of files that are read once, `{model}` and `{architecture}` for the SoC's.
+    """
+
+    package: str  # its import name
+    sdk: str  # where in it the version stands of what it is built on: module.attribute
+    extra: str  # of this project's, which installs it
+    options: Options  # of every session
+    soc_options: Options  # where it compiles for another machine than this one, or emulates it
+    hardware_options: Options  # on the device itself
+    compile_options: Options  # ahead of time
+    diagnosis: Options  # to learn why a node was not taken
+    socs: tuple[Soc, ...]  # what it compiles for; the first is emulated unless another is asked for
+
+    def soc(self, name: str | None) -> Soc:
+        """One by its name.
+
+        Raises:
+            KeyError: There is none.
+        """
+        return self.socs[0] if name is None else {soc.name: soc for soc in self.socs}[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +62,16 @@ class Device:
     mask_value: float
     accuracy_level: int  # of MatMulNBits: 4 computes with int8 activations, 1 with float32
     widest_block: int  # of weights per stored scale: a larger group's scale is repeated
+    dtype: Float  # of activations, inputs, outputs and KV; float32 rows compute fp16 weights' models in float16 all the same
     embeds: bool  # whether the host looks up the embedding's rows and feeds them instead of ids
+    widest_output: int | None  # columns of logits in one output; more come out in pieces, logits_0, logits_1 ...
     zero_points: bool  # whether MatMulNBits takes them; without, what they add is computed from sums of x over blocks
     prepares: bool  # whether weights are kept in the user's cache in the order the kernels read them
     one_call: bool  # whether a draft model drafts faster in one call than step by step; EAGLE heads do everywhere
     default_widths: tuple[int, ...]
     verify_cost: tuple[tuple[int, float], ...]
+    whole: bool = True  # whether every node must run on the provider; one left to the CPU is an error
+    plugin: Plugin | None = None  # None: the provider is part of onnxruntime
 
     def __post_init__(self) -> None:
         if self.form == "in-place" and self.static:
@@ -39,6 +83,12 @@ class Device:
         widths = [width for width, _ in self.verify_cost]
         if self.verify_cost[:1] != ((1, 1.0),) or widths != sorted(set(widths)):
             raise ValueError(f"{self.name}: verify_cost must ascend from (1, 1.0), found {self.verify_cost}")
+
+    @property
+    def int4(self) -> str:
+        """How INT4 weights are computed with."""
+        activations = "int8" if self.accuracy_level == 4 else self.dtype
+        return f"MatMulNBits, {activations} activations" + ("" if self.zero_points else ", symmetric, zero by block sums")
 
     def cost(self, width: int) -> float:
         """Time of a step of `width` tokens over one of width 1, read off the row: linear between its points and beyond."""

@@ -1,6 +1,6 @@
 """The rows: every device a bundle can be made for, each oddity with its reason."""
 
-from specedge.devices.device import Device
+from specedge.devices.device import Device, Plugin, Soc
 from specedge.errors import SpecedgeError
 
 # SmolLM2-135M in INT4 on two cores with AVX512-VNNI, 128 to 512 tokens of past: between its exact Q4_1 grid (1.17, 1.33, 1.67,
@@ -10,6 +10,31 @@ _STATIC_COST = ((1, 1.0), (2, 1.3), (4, 1.8), (5, 2.1), (8, 2.7), (12, 3.3), (16
 
 # Large enough that exp() of a masked score is 0 beside any real one, small enough that score + mask stays finite in float16.
 _CPU_MASK = -30000.0
+
+_EXECUTORCH = "pytorch/executorch, backends/qualcomm/serialization/qc_schema.py"
+_QNN = Plugin(
+    package="onnxruntime_qnn",
+    sdk="build_and_package_info.qnn_version",
+    extra="qnn",
+    options=(
+        ("backend_type", "htp"),
+        ("enable_htp_fp16_precision", "1"),  # what little is float32 in a graph is computed in float16 too
+    ),
+    soc_options=(("soc_model", "{model}"), ("htp_arch", "{architecture}")),  # float16 needs to know the SoC
+    hardware_options=(
+        ("htp_performance_mode", "burst"),  # a step lasts milliseconds: no time to clock up in between
+        ("enable_htp_shared_memory_allocator", "1"),  # KV buffers the NPU reads where they lie
+    ),
+    compile_options=(("htp_graph_finalization_optimization_mode", "3"),),  # minutes once, for every step afterwards
+    diagnosis=(("enable_framework_op_trace", "1"), ("framework_op_trace_dir", "{folder}")),
+    socs=(
+        Soc("SM8650", 57, 75, _EXECUTORCH),  # Snapdragon 8 Gen 3
+        Soc("SM8750", 69, 79, _EXECUTORCH),  # Snapdragon 8 Elite
+        Soc("SM8850", 87, 81, _EXECUTORCH),  # Snapdragon 8 Elite Gen 5
+        Soc("SM8550", 43, 73, _EXECUTORCH),  # Snapdragon 8 Gen 2
+        Soc("SC8380XP", 60, 73, "onnxruntime-qnn, docs/execution_providers/QNN-ExecutionProvider.md"),  # Snapdragon X Elite
+    ),
+)
 
 _ROWS = (
     # GroupQueryAttention writes into shared past/present buffers: nothing is copied, one graph serves every width.
@@ -25,7 +50,9 @@ _ROWS = (
         # Kernels of larger blocks sum a single row in another order than several: 2e-7, which int8 activations turn into 0.1
         # and more of a logit. Of these every width gives the same bits.
         widest_block=32,
+        dtype="float32",
         embeds=False,
+        widest_output=None,
         zero_points=True,
         prepares=True,
         # Steps in place cost little more than their weights, and the graph of one call has to copy the cache at every level:
@@ -45,12 +72,36 @@ _ROWS = (
         mask_value=_CPU_MASK,
         accuracy_level=1,
         widest_block=128,  # the largest there is
+        dtype="float32",
         embeds=False,
+        widest_output=None,
         zero_points=True,
         prepares=False,  # each of its graphs would keep a file of its own, and at this level nothing is reordered for speed
         one_call=True,  # a call of an NPU costs more than what it computes
         default_widths=(1, 5, 9),
         verify_cost=_STATIC_COST,
+    ),
+    # Qualcomm's NPU. Symmetric 4-bit blocks with float16 activations need no calibration of activations; minima and zero points
+    # become products of block sums. It does not take GatherBlockQuantized ("GPU backend only"): the host looks embeddings up.
+    Device(
+        "qnn",
+        "QNNExecutionProvider",
+        "delta",
+        static=True,
+        mask_value=-1000.0,  # more costs precision where masks are added in 16 bits
+        accuracy_level=0,
+        widest_block=32,
+        dtype="float16",
+        embeds=True,
+        # SmolLM2's LM head, 49,152 rows in INT8: 29 s to compile as one product, 6 s as 3, 1.5 s as 12; joined again in the
+        # graph it does not fit the NPU's memory at all.
+        widest_output=4096,
+        zero_points=False,
+        prepares=False,
+        one_call=False,
+        default_widths=(1, 5),
+        verify_cost=_STATIC_COST,
+        plugin=_QNN,
     ),
 )
 

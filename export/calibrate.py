@@ -15,6 +15,7 @@ from specedge.export.streams import STAGES, Floats, Stream, load_block, set_weig
 from specedge.progress import Progress
 from specedge.quant.gptq import Moments, compensate, gptq
 from specedge.quant.pack import Quantized
+from specedge.quant.rounding import ScaleType
 from specedge.quant.scheme import Scheme
 
 _VERSION = 1  # of what is computed here and in quant/: another one makes other cache entries
@@ -26,6 +27,7 @@ def calibrate(
     tensor: Read,
     fingerprint: str,  # of all tensors
     schemes: Mapping[str, Scheme],  # of every linear layer's weight, by its canonical name
+    scale_dtype: ScaleType,
     documents: Sequence[Sequence[int]],
     cache: Path,
     label: str,
@@ -37,7 +39,8 @@ def calibrate(
     are rounded. Two streams of hidden states run through the model, as it is and as it is stored, so memory is twice the
     text's hidden states, a block and the moments of a layer.
     """
-    said = (_VERSION, fingerprint, config, sorted((name, scheme.name) for name, scheme in schemes.items()))
+    named = sorted((name, scheme.name) for name, scheme in schemes.items())
+    said = (_VERSION, fingerprint, config, named, scale_dtype.__name__)
     text = hashlib.sha256(repr((said, [tuple(document) for document in documents])).encode())
     folder = cache / "calibrated" / text.hexdigest()[:32]
     keep(folder)
@@ -45,7 +48,7 @@ def calibrate(
     known = next((layer for layer, file in enumerate(files) if not is_whole(file)), config.layers)
     progress(f"{label}: calibration", known, config.layers)
     if known < config.layers:
-        streams = _Streams(config, tensor, schemes, documents)
+        streams = _Streams(config, tensor, schemes, scale_dtype, documents)
         for layer, file in enumerate(files):
             if layer < known:
                 streams.take(layer, read_rounded(file))
@@ -59,9 +62,14 @@ class _Streams:
     """The model as it is and as it is stored, run side by side."""
 
     def __init__(
-        self, config: DecoderConfig, tensor: Read, schemes: Mapping[str, Scheme], documents: Sequence[Sequence[int]]
+        self,
+        config: DecoderConfig,
+        tensor: Read,
+        schemes: Mapping[str, Scheme],
+        scale_dtype: ScaleType,
+        documents: Sequence[Sequence[int]],
     ) -> None:
-        self._config, self._tensor, self._schemes = config, tensor, schemes
+        self._config, self._tensor, self._schemes, self._scale_dtype = config, tensor, schemes, scale_dtype
         self._exact = Stream(config, documents, tensor)
         self._stored = self._exact.fork(apart=True)
 
@@ -80,7 +88,7 @@ class _Streams:
         for stage, modules in enumerate(STAGES):
             weights = {name: self._tensor(name) for name in (f"layers.{layer}.{module}.weight" for module in modules)}
             columns = next(iter(weights.values())).shape[1]
-            found = _round(weights, self._schemes, self._moments(exact, stored, stage, columns))
+            found = _round(weights, self._schemes, self._scale_dtype, self._moments(exact, stored, stage, columns))
             for name, layer_weights in found.items():
                 set_weight(stored, name, layer_weights.dequantize())
             rounded |= found
@@ -101,12 +109,15 @@ class _Streams:
         return Moments(hessian, drift)
 
 
-def _round(weights: Mapping[str, Floats], schemes: Mapping[str, Scheme], moments: Moments) -> dict[str, Quantized]:
+def _round(
+    weights: Mapping[str, Floats], schemes: Mapping[str, Scheme], scale_dtype: ScaleType, moments: Moments
+) -> dict[str, Quantized]:
     """Layers that read the same, those of one scheme at once: rows do not know of each other."""
     rounded: dict[str, Quantized] = {}
     for scheme in dict.fromkeys(schemes[name] for name in weights):
         alike = [name for name in weights if schemes[name] == scheme]
-        whole = gptq(compensate(np.concatenate([weights[name] for name in alike]), moments), moments.hessian, scheme)
+        moved = compensate(np.concatenate([weights[name] for name in alike]), moments)
+        whole = gptq(moved, moments.hessian, scheme, scale_dtype=scale_dtype)
         ends = np.cumsum([len(weights[name]) for name in alike])
         rounded |= {name: whole.rows(slice(end - len(weights[name]), end)) for name, end in zip(alike, ends, strict=True)}
     return rounded

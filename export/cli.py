@@ -56,6 +56,7 @@ def fetch_command(name: str) -> None:
 )
 @click.option("--lookup", is_flag=True, help="Draft by prompt lookup only; every bundle can do that.")
 @click.option("--device", default="cpu", show_default=True, help="Row of the device table.")
+@click.option("--draft-device", help="The drafter's, where that is another (default: --device).")
 @click.option("--gamma", type=click.IntRange(min=1), help="Verify this many drafts: widths 1 and gamma + 1.")
 @click.option("--widths", help="Widths to verify at, instead of --gamma: 1,5,9 (default: the device's).")
 @click.option(
@@ -125,6 +126,7 @@ def convert_command(
     eagle_taps: str | None,
     lookup: bool,
     device: str,
+    draft_device: str | None,
     gamma: int | None,
     widths: str | None,
     tree: Path | None,
@@ -155,11 +157,15 @@ def convert_command(
     if gamma is not None and widths is not None:
         raise UsageError("--widths: says what --gamma would; give one of them")
     recipes = _export("cli_recipe")
-    recipe = recipes.Options("", weights, head_weights, group, asymmetric, method, rotate, bits, seed).recipe()
+    row = get_device(device)
+    if draft_device and not other:
+        raise UsageError("--draft-device: says where a drafter runs; give --draft, --medusa or --eagle")
+    draft_row = get_device(draft_device) if draft_device and draft else row  # heads are stored in the target's type
+    recipe = recipes.Options("", weights, head_weights, group, asymmetric, method, rotate, bits, seed).recipe(floats=row.dtype)
     drafters = recipes.Options("draft-", draft_weights, draft_head_weights, draft_group, False, draft_method)
     if drafters.given and not other:
         raise UsageError(f"{drafters.given[0]}: says how a drafter is stored; give --draft, --medusa or --eagle")
-    draft_recipe = drafters.recipe(default=weights) if drafters.given else None
+    draft_recipe = drafters.recipe(default=weights, floats=draft_row.dtype) if drafters.given else None
     request = _export("request").Request(
         model=model,
         output=output,
@@ -168,6 +174,7 @@ def convert_command(
         eagle=eagle,
         eagle_taps=_numbers("--eagle-taps", eagle_taps),
         device=device,
+        draft_device=draft_device,
         widths=_numbers("--widths", widths) if gamma is None else (1, gamma + 1),
         context=context,
         chunk=chunk,
@@ -180,7 +187,6 @@ def convert_command(
     )
     out = Output(json_file)
     out.json(_convert(request, out))
-    row = get_device(device)
     if tree and row.accuracy_level == 4 and weights in BITS:
         out.console.print(
             f"note: {row.name} rounds activations to 8 bits here, so a tree's branches give slightly other logits than a "

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from specedge.devices.device import Float
 from specedge.errors import UsageError
 from specedge.export.calibration_text import Calibration
 from specedge.export.recipe import Form, Method, Recipe
@@ -36,8 +37,8 @@ class Options:
         }
         return [f"--{self.prefix}{name}" for name, value in named.items() if value is not None]
 
-    def recipe(self, default: str = "int4") -> Recipe:
-        """The recipe; `default` are the weights where none were named.
+    def recipe(self, default: str = "int4", floats: Float = "float32") -> Recipe:
+        """The recipe; `default` are the weights where none were named, `floats` what the device computes in.
 
         Raises:
             UsageError: Options contradict each other.
@@ -53,7 +54,7 @@ class Options:
         keep = not new_grid and self.method in (None, "keep")
         method: Method = self.method if self.method in ("rtn", "clip", "gptq") else "clip"  # type: ignore[assignment]
         rotation = (self.seed or 0) if self.rotate else None
-        return Recipe(self._form(weights), self._form(head), method, keep, rotation, self.bits)
+        return Recipe(self._form(weights), self._form(head), method, keep, rotation, self.bits, floats)
 
     def _new_grid(self) -> dict[str, bool]:
         return {

@@ -4,6 +4,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         SpecedgeError: The checkpoint is damaged or unsupported, target and draft differ in vocabulary, the output exists.
     """
     device = get_device(request.device)
+    draft_device = get_device(request.draft_device or request.device)
+    recipe = request.recipe.on(device)
     target = open_checkpoint(request.model)
     draft = open_checkpoint(request.draft) if request.draft else None
     medusa = open_medusa(request.medusa, target.config.hidden, target.config.vocab_size) if request.medusa else None
@@ -53,7 +56,9 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     context = _context(request, [checkpoint for checkpoint in (target, draft) if checkpoint])
     verify = _widths(request, device, context)
     ids = eagle.config.draft_vocab_size if eagle else draft.config.vocab_size if draft else 0
-    drafted, widths = _drafts(request, verify, ids), _draft_widths(request.tree, context)
+    drafted, widths = _drafts(request, draft_device, verify, ids), _draft_widths(request.tree, context)
+    # a head reads what the target gives, and its matrices
+    draft_recipe = request.drafter.on(draft_device if draft else device)
     with new_folder(request.output, request.force) as folder:
         has_tokenizer = target.save_tokenizer(folder)
         vocab = target.config.vocab_size
@@ -62,19 +67,20 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             raise UsageError(f"tree: rank {rank!s:.60}, expected 0..{allowed - 1}, choices among the ids this model can emit")
         if draft:
             _check_vocabulary(folder, has_tokenizer, target, draft)
-            check_recipe("draft", draft, request.drafter)
-        check_recipe("target", target, request.recipe)
+            check_recipe("draft", draft, draft_recipe)
+        check_recipe("target", target, recipe)
         documents = _calibration(request, target, folder, allowed, context, progress)
         place = Place(folder, device, context, request, progress, documents)
+        beside = replace(place, device=draft_device)
         roles = {}
         if draft:
-            one_call = device.one_call if request.one_call is None else request.one_call
-            roles["draft"] = write_model("draft", draft, widths, place, request.drafter, drafts=drafted if one_call else ())
+            one_call = draft_device.one_call if request.one_call is None else request.one_call
+            roles["draft"] = write_model("draft", draft, widths, beside, draft_recipe, drafts=drafted if one_call else ())
         taps = eagle.config.taps if eagle else (NORMED,) if medusa else ()
-        roles["target"] = write_model("target", target, verify, place, request.recipe, taps)
+        roles["target"] = write_model("target", target, verify, place, recipe, taps)
         if eagle:
-            roles["eagle"] = write_eagle(eagle, target, roles["target"], verify, widths, place, drafted)
-        heads = {"medusa": write_medusa(medusa, roles["target"], place)} if medusa else {}
+            roles["eagle"] = write_eagle(eagle, target, roles["target"], verify, widths, beside, draft_recipe, drafted)
+        heads = {"medusa": write_medusa(medusa, roles["target"], beside, draft_recipe)} if medusa else {}
         own = [name for name, there in (("draft", draft), ("medusa", medusa), ("eagle", eagle)) if there]
         manifest = Manifest(
             schema=SCHEMA,
@@ -89,6 +95,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
                 },
             },
             device=device.name,
+            draft_device=draft_device.name,
             widths=tuple(verify),
             context=context,
             allowed_ids=allowed,
@@ -138,11 +145,15 @@ def _draft_widths(tree: tuple[tuple[int, ...], ...], context: int) -> list[int]:
     return sorted({width for width in (1, 2, *levels.values()) if width <= context})
 
 
-def _drafts(request: Request, verify: Iterable[int], ids: int) -> list[tuple[Ranks, ...]]:
-    """What is drafted in one call: a chain as long as every width verifies, and the tree.
+def _drafts(request: Request, device: Device, verify: Iterable[int], ids: int) -> list[tuple[Ranks, ...]]:
+    """What is drafted in one call: a chain as long as every width verifies, and the tree; nothing without ids in the graph.
 
     The tree only if siblings' ranks have no gaps and are not more than the drafter has `ids`.
     """
+    if device.embeds:
+        if request.one_call:
+            raise UsageError(f"one_call: device {device.name!r} takes embeddings, not ids that a graph chose; leave it out")
+        return []
     gammas = {width - 1 for width in verify if width > 1 and (request.widths or width - 1 <= _LONGEST)}
     gammas -= {len(request.tree)} if request.tree else set()
     chains = [tuple((0,) * depth for depth in range(1, gamma + 1)) for gamma in sorted(gammas)]

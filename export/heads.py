@@ -13,6 +13,7 @@ from specedge.export.decoder import feature_name
 from specedge.export.eagle_checkpoint import EagleCheckpoint
 from specedge.export.medusa import MedusaCheckpoint
 from specedge.export.plan import plan_head
+from specedge.export.recipe import Recipe
 from specedge.export.roles import GraphWriter, Place, kv_layout, layout_of, write_unrolled
 from specedge.export.store import WEIGHT_FILE, write_weights
 from specedge.export.unroll import Ranks, expand
@@ -21,12 +22,12 @@ from specedge.manifest import VOCABULARY, Head, Role, Rope, Weight
 from specedge.quant.pack import Quantized
 
 
-def write_medusa(medusa: MedusaCheckpoint, target: Role, place: Place) -> Head:
+def write_medusa(medusa: MedusaCheckpoint, target: Role, place: Place, recipe: Recipe) -> Head:
     """Heads' weights in `folder/medusa` and their graph beside it, where it reaches the target's weights too."""
-    config, request = medusa.config, place.request
+    config = medusa.config
     weight_file = f"medusa/{WEIGHT_FILE}"
     (place.folder / "medusa").mkdir()
-    plan = plan_head(medusa.shapes, request.drafter)
+    plan = plan_head(medusa.shapes, recipe)
     weights = write_weights("medusa", medusa, plan, place.folder / weight_file, place.device, place.progress)
     by_name = {weight.name: weight for weight in weights}
     elsewhere: dict[str, str] = {}
@@ -40,7 +41,7 @@ def write_medusa(medusa: MedusaCheckpoint, target: Role, place: Place) -> Head:
         vocab_size=config.vocab_size,
         weight_file=weight_file,
         weights=tuple(weights),
-        graph=write("medusa", to_onnx.trace_medusa(config, request.dtype), 1),
+        graph=write("medusa", to_onnx.trace_medusa(config, recipe.dtype), 1),
     )
 
 
@@ -51,18 +52,19 @@ def write_eagle(
     verify: list[int],
     widths: list[int],
     place: Place,
+    recipe: Recipe,
     drafts: Sequence[Sequence[Ranks]],
 ) -> Role:
     """An EAGLE head's weights in `folder/eagle`, its graphs beside it: they read the target's weights too.
 
     `verify` are the target's widths, `widths` those of steps over drafts, `drafts` what is drafted in one call.
     """
-    config, layer, request, device = eagle.config, eagle.config.decoder, place.request, place.device
+    config, layer, device = eagle.config, eagle.config.decoder, place.device
     weight_file = f"eagle/{WEIGHT_FILE}"
     (place.folder / "eagle").mkdir()
     tensors = EagleTensors(eagle, checkpoint)
     more = [] if eagle.vocabulary is None else [Stored(VOCABULARY, eagle.vocabulary, "I64", "", exact=True)]
-    plan = plan_head(tensors.shapes, request.drafter)
+    plan = plan_head(tensors.shapes, recipe)
     weights = write_weights("eagle", tensors, plan, place.folder / weight_file, place.device, place.progress, more)
     by_name = {weight.name: weight for weight in weights}
     elsewhere: dict[str, str] = {}
@@ -71,14 +73,14 @@ def write_eagle(
             by_name[name] = _borrow(target, name, elsewhere)
 
     gives, names = (LOGITS, FED_BACK), ("key_0", "value_0")
-    first = Body("first", to_onnx.trace_eagle(config, False, request.dtype), gives, names)
-    following = Body("next", to_onnx.trace_eagle(config, True, request.dtype), gives, names)
-    kv = kv_layout(layer, "delta", place)
+    first = Body("first", to_onnx.trace_eagle(config, False, recipe.dtype), gives, names)
+    following = Body("next", to_onnx.trace_eagle(config, True, recipe.dtype), gives, names)
+    kv = kv_layout(layer, "delta", recipe.dtype, place.context)
     head = ("lm_head.weight", config.draft_vocab_size, layer.hidden)
     reads = (feature_name(config.taps), config.features)
     layout = layout_of(layer, kv, place, head, reads, mapped=eagle.vocabulary is not None)
     fed_back = replace(layout, features=("hidden", layer.hidden))
-    chunk = max(min(request.chunk, place.context), *verify)
+    chunk = max(min(place.request.chunk, place.context), *verify)
     read_widths = sorted({1, max(verify), chunk}) if device.static else [None]
     step_widths = widths if device.static else [None]
     write = GraphWriter(

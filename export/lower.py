@@ -1,12 +1,13 @@
 """From traced graph to device graph: weights attached, matrix products and norms in the device's own kernels."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from specedge.devices.device import Device
+from specedge.export.pieces import split_outputs
+from specedge.export.products import Product, find_product
 from specedge.export.weights import block_size, side_by_side
 from specedge.manifest import Extent, Weight
 from specedge.quant.scheme import Scheme
@@ -30,11 +31,13 @@ def lower(
     GatherBlockQuantized over the very bytes the head reads.
     """
     graph = model.graph
+    if device.widest_output is not None:
+        weights, elsewhere = split_outputs(graph, weights, elsewhere or {}, device.widest_output)
     inputs = {value.name or "": value for value in graph.inputs}
     names = [name for name in inputs if name in weights]
     for name in names:
         graph.inputs.remove(inputs[name])
-    attach = _Attach(graph, location, device.accuracy_level, elsewhere or {})
+    attach = _Attach(graph, location, device, elsewhere or {})
     for product in list(_products(graph, weights)):
         attach.product(product)
     _remove_unused(graph)
@@ -45,52 +48,31 @@ def lower(
     model.opset_imports.setdefault(_CONTRIB, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """`output` = `x` times the transposed weight."""
-
-    output: ir.Value
-    x: ir.Value
-    weight: Weight
-
-
-def _products(graph: ir.Graph, weights: Mapping[str, Weight]) -> Iterator[_Product]:
+def _products(graph: ir.Graph, weights: Mapping[str, Weight]) -> Iterator[Product]:
     """All linear layers, those first that one kernel can take together."""
     done: set[ir.Value | None] = set()
     for node in graph:
         if node.op_type != "Concat":
             continue
-        parts = [part for value in node.inputs if (part := _product(value, weights))]
+        parts = [part for value in node.inputs if (part := find_product(value, weights))]
         together = side_by_side([part.weight for part in parts])
         if together and len(parts) == len(node.inputs) and len({part.x for part in parts}) == 1:
             done.update(node.inputs)
-            yield _Product(node.outputs[0], parts[0].x, together)
+            yield Product(node.outputs[0], parts[0].x, together)
     for node in graph:
-        if node.outputs[0] not in done and (product := _product(node.outputs[0], weights)):
+        if node.outputs[0] not in done and (product := find_product(node.outputs[0], weights)):
             yield product
-
-
-def _product(value: ir.Value | None, weights: Mapping[str, Weight]) -> _Product | None:
-    """The linear layer that makes `value`, if one does."""
-    node = value.producer() if value else None
-    if value is None or node is None or node.op_type != "MatMul":
-        return None
-    x, transposed = node.inputs
-    transpose = transposed.producer() if transposed else None
-    matrix = transpose.inputs[0] if transpose and transpose.op_type == "Transpose" else None
-    weight = weights.get(matrix.name or "") if matrix else None
-    return _Product(value, x, weight) if x and weight else None
 
 
 class _Attach:
     """Writes kernels into a graph; initialisers, and sums of an input over blocks, are made once and shared."""
 
-    def __init__(self, graph: ir.Graph, location: str, accuracy_level: int, elsewhere: Mapping[str, str]) -> None:
-        self._graph, self._location, self._accuracy_level = graph, location, accuracy_level
+    def __init__(self, graph: ir.Graph, location: str, device: Device, elsewhere: Mapping[str, str]) -> None:
+        self._graph, self._location, self._device = graph, location, device
         self._elsewhere = elsewhere
         self._sums: dict[tuple[ir.Value, int], ir.Value] = {}
 
-    def product(self, product: _Product) -> None:
+    def product(self, product: Product) -> None:
         """Replace a linear layer by the kernel for its weight's scheme."""
         old, x, weight = product.output.producer(), product.x, product.weight
         assert old is not None
@@ -111,7 +93,7 @@ class _Attach:
             "block_size": block,
             "K": columns,
             "N": rows,
-            "accuracy_level": self._accuracy_level,
+            "accuracy_level": self._device.accuracy_level,
         }
         inputs = [x, self._initializer(weight, "codes", codes.shape), *self._grid(weight)]
         result = self._node(old, "MatMulNBits", inputs, attributes, _CONTRIB)

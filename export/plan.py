@@ -9,7 +9,7 @@ from specedge.errors import UsageError
 from specedge.export.calibrate import calibrate
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.families import DecoderConfig, tensor_names
-from specedge.export.recipe import FITS, Form, Recipe
+from specedge.export.recipe import FITS, SCALES, Form, Recipe
 from specedge.export.rotated import rotate
 from specedge.export.rounded_file import read_rounded
 from specedge.export.sensitivity import mean_bits, measure_sensitivity, widen
@@ -79,5 +79,7 @@ def plan_model(
         forms = widen(forms, shapes, found, recipe.bits)
     if recipe.method != "gptq":
         return Plan(recipe, forms)
-    key = fingerprint(tensors, shapes)
-    return Plan(recipe, forms, calibrate(config, tensors.tensor, key, layers(), documents, cache_dir(), label, progress))
+    key, scales = fingerprint(tensors, shapes), SCALES[recipe.dtype]
+    return Plan(
+        recipe, forms, calibrate(config, tensors.tensor, key, layers(), scales, documents, cache_dir(), label, progress)
+    )

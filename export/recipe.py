@@ -1,10 +1,13 @@
 """How the weights of one model are stored, as asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
+from specedge.devices.device import Device, Float
 from specedge.errors import UsageError
-from specedge.quant.rounding import Fit, absmax, clipped
+from specedge.quant.rounding import Fit, ScaleType, absmax, clipped
 from specedge.quant.scheme import Scheme
 
 INT4 = Scheme(4, 32)
@@ -12,6 +15,8 @@ INT8 = Scheme(8, 32)
 Form = Scheme | str
 """A scheme, or the name of a float type."""
 Method = Literal["rtn", "clip", "gptq"]
+SCALES: dict[Float, ScaleType] = {"float32": np.float32, "float16": np.float16}
+_SHORT: dict[Float, str] = {"float32": "fp32", "float16": "fp16"}
 FITS: dict[Method, Fit] = {"rtn": absmax, "clip": clipped, "gptq": clipped}
 
 
@@ -21,7 +26,8 @@ class Recipe:
 
     With `keep`, tensors the checkpoint holds on a grid of no more bits than their Scheme has stay on it, exactly; others are
     rounded by `method`. `rotation` is the seed of a rotation of the residual stream, `bits` the average number of bits per
-    weight of the matrices that 8-bit ones among them may bring it to.
+    weight of the matrices that 8-bit ones among them may bring it to. `floats` is what the device's graphs compute in, which
+    float16 weights make float16 on every device.
     """
 
     body: Form = INT4
@@ -30,12 +36,15 @@ class Recipe:
     keep: bool = True
     rotation: int | None = None
     bits: float | None = None
+    floats: Float = "float32"
 
     def __post_init__(self) -> None:
-        if "float16" in (self.body, self.head) and self.body != self.head:
-            raise UsageError(
-                f"weights {self.body} with head weights {self.head}: fp16 is a whole graph's type; use it for both"
-            )
+        for form in (self.body, self.head):
+            if form not in (self.dtype, *self._schemes):
+                raise UsageError(
+                    f"weights {self.body} with head weights {self.head}: graphs compute in {self.dtype} here; use "
+                    f"{_SHORT[self.dtype]} for floats"
+                )
         quantised = isinstance(self.body, Scheme)
         for name, given in (("method gptq", self.method == "gptq"), ("bits", self.bits is not None)):
             if given and not quantised:
@@ -48,9 +57,22 @@ class Recipe:
             raise UsageError("rotation: rotated weights lie on no grid of the checkpoint; use --method rtn, clip or gptq")
 
     @property
-    def dtype(self) -> str:
-        """Type of the graph's activations, inputs, outputs and KV."""
-        return "float16" if self.body == "float16" else "float32"
+    def dtype(self) -> Float:
+        """Type of the graph's activations, inputs, outputs and KV, and of scales."""
+        return "float16" if self.body == "float16" else self.floats
+
+    @property
+    def _schemes(self) -> tuple[Form, ...]:
+        """The forms that are no floats; beside float16 layers there are none."""
+        return tuple(form for form in (self.body, self.head) if isinstance(form, Scheme) and self.body != "float16")
+
+    def on(self, device: Device) -> "Recipe":
+        """The same for the graphs of a device.
+
+        Raises:
+            UsageError: They compute in another float type than the recipe's.
+        """
+        return replace(self, floats=device.dtype)
 
     @property
     def calibrated(self) -> bool:

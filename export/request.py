@@ -20,6 +20,7 @@ class Request:
     eagle: str | None = None
     eagle_taps: tuple[int, ...] | None = None  # where an EAGLE-3 head's file leaves open what it reads
     device: str = "cpu"
+    draft_device: str | None = None  # the target's
     widths: tuple[int, ...] | None = None  # the device's own
     context: int | None = None  # 1024, or fewer where a model was made for fewer
     chunk: int = 64
@@ -52,15 +53,8 @@ class Request:
             raise UsageError("eagle_taps: say what an EAGLE head reads; give --eagle or leave them out")
         if self.draft_recipe and self.draft_recipe.calibrated and not self.draft:
             raise UsageError("draft method gptq: heads are rounded without calibration; use rtn or clip")
-        if self.drafter.dtype != self.recipe.dtype:
-            raise UsageError(f"draft weights {self.drafter.body}: the graphs' type is {self.recipe.dtype}; use fp16 for both")
 
     @property
     def drafter(self) -> Recipe:
         """How a draft model's or head's weights are stored."""
         return self.draft_recipe or self.recipe
-
-    @property
-    def dtype(self) -> str:
-        """Type of the graph's activations, inputs, outputs and KV."""
-        return self.recipe.dtype

@@ -94,16 +94,16 @@ def write_model(
     steps = sorted({*widths, chunk})
     by_name = {weight.name: weight for weight in weights}
     write = GraphWriter(place, role, f"{role}/", by_name, WEIGHT_FILE, (len(steps) if device.static else 1) + len(drafts))
-    kv = kv_layout(config, device.form, place)
+    kv = kv_layout(config, device.form, recipe.dtype, place.context)
     layout = layout_of(config, kv, place)
     if device.static:
-        body = delta_body(config, request.dtype, taps)
+        body = delta_body(config, recipe.dtype, taps)
         graphs = [write(f"step_{width}", step(body, layout.at(width)), width) for width in steps]
     else:
-        graphs = [write("step", to_onnx.trace_in_place(config, place.context, request.dtype, taps), None)]
+        graphs = [write("step", to_onnx.trace_in_place(config, place.context, recipe.dtype, taps), None)]
     unrolled: tuple[Unrolled, ...] = ()
     if drafts:
-        body = delta_body(config, request.dtype)
+        body = delta_body(config, recipe.dtype)
         unrolled = write_unrolled(write, drafts, layout, place, lambda paths, sized: expand(body, body, paths, sized))
     return Role(
         model_type=config.model_type,
@@ -124,10 +124,10 @@ def write_model(
     )
 
 
-def kv_layout(config: DecoderConfig, form: Form, place: Place) -> KVLayout:
+def kv_layout(config: DecoderConfig, form: Form, dtype: str, context: int) -> KVLayout:
     """The KV buffers of a model in one of the forms."""
-    slots = place.context + (IN_PLACE_SPARE if form == "in-place" else 0)
-    return KVLayout(config.layers, config.kv_heads, slots, padded_head_dim(config, form), place.request.dtype)
+    slots = context + (IN_PLACE_SPARE if form == "in-place" else 0)
+    return KVLayout(config.layers, config.kv_heads, slots, padded_head_dim(config, form), dtype)
 
 
 def delta_body(config: DecoderConfig, dtype: str, taps: tuple[int, ...] = ()) -> Body:

@@ -10,7 +10,7 @@ from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.export.families import joined_layers
 from specedge.export.plan import Plan
-from specedge.export.recipe import FITS, Recipe
+from specedge.export.recipe import FITS, SCALES, Recipe
 from specedge.export.tensors import Tensors
 from specedge.export.weights import Stored, WeightWriter
 from specedge.manifest import Weight
@@ -33,7 +33,7 @@ def write_weights(
     """Store every tensor of the plan, one in float32 at a time; `more` is stored behind them as it is."""
     weights: list[Weight] = []
     progress(f"{label}: weights", 0, len(plan.forms))
-    with WeightWriter(path, device.widest_block, device.zero_points) as writer:
+    with WeightWriter(path, device.widest_block, device.zero_points, plan.recipe.dtype) as writer:
         for group in joined_layers(plan.forms):
             stored = []
             for name in group:
@@ -60,7 +60,7 @@ def _store(name: str, tensors: Tensors, plan: Plan) -> Stored:
         method, rounded = "gptq", plan.calibrated(name)
     if rounded is None:
         method = "rtn" if recipe.method == "rtn" or form.bits == 8 else "clip"
-        rounded = round_to_nearest(values, form, fit=FITS[recipe.method])
+        rounded = round_to_nearest(values, form, SCALES[recipe.dtype], FITS[recipe.method])
     return Stored(name, rounded, tensors.stored_type(name), method, rounded.equals(values) and not _is_turned(name, recipe))
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from specedge.bundle import Bundle, changed_files
-from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint, load_quietly, open_checkpoint
 from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
@@ -63,7 +62,7 @@ def validate(
     if draft_reference and bundle.manifest.drafters == ("lookup",):
         raise SpecedgeError(f"{bundle.path}: holds no draft and no heads to compare; leave out --draft-reference")
     if draft_reference and "draft" in bundle.manifest.roles:
-        draft = Model(bundle, "draft", get_device(draft_device or engine.device.name)).sequence()
+        draft = Model(bundle, "draft", engine.draft_device).sequence()
         of_draft = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text, progress)
         checks += of_draft.checks
         groups += of_draft.groups

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from specedge.devices.device import Float
 from specedge.manifest import Extent, Weight
 from specedge.quant.pack import Quantized, pack_codes, pack_zero_points, unpack_codes, unpack_zero_points
 from specedge.quant.scheme import Scheme
@@ -44,11 +45,11 @@ class Stored:
 class WeightWriter:
     """Writes tensors one after the other, in the form a device's kernels take; use as a context manager.
 
-    That is blocks of at most `widest_block`, and without `zero_points` offsets beside them.
+    That is blocks of at most `widest_block`, scales and offsets in `dtype`, and without `zero_points` offsets beside them.
     """
 
-    def __init__(self, path: Path, widest_block: int = _BLOCKS[0], zero_points: bool = True) -> None:
-        self._path, self._widest_block, self._zero_points = path, widest_block, zero_points
+    def __init__(self, path: Path, widest_block: int = _BLOCKS[0], zero_points: bool = True, dtype: Float = "float32") -> None:
+        self._path, self._widest_block, self._zero_points, self._dtype = path, widest_block, zero_points, dtype
         self._file: BinaryIO
 
     def __enter__(self) -> "WeightWriter":
@@ -60,7 +61,7 @@ class WeightWriter:
 
     def add(self, tensors: Sequence[Stored]) -> list[Weight]:
         """Store tensors of one scheme and row length side by side, part by part: one matrix to a kernel that wants it."""
-        arrays = [_parts(tensor.values, self._widest_block, self._zero_points) for tensor in tensors]
+        arrays = [_parts(tensor.values, self._widest_block, self._zero_points, self._dtype) for tensor in tensors]
         extents: list[dict[str, Extent]] = [{} for _ in tensors]
         for part in arrays[0]:
             self._align(sum(array[part].nbytes for array in arrays))
@@ -82,19 +83,19 @@ class WeightWriter:
         return Extent(offset, array.nbytes, str(array.dtype), array.shape)
 
 
-def _parts(values: Array | Quantized, widest_block: int, zero_points: bool) -> dict[str, Array]:
+def _parts(values: Array | Quantized, widest_block: int, zero_points: bool, dtype: Float) -> dict[str, Array]:
     """What is written of a tensor, in the layout of MatMulNBits; `offsets` are what a graph adds to symmetric codes."""
     if not isinstance(values, Quantized):
         return {"values": values}
     group = values.scheme.group or channel_block(values.shape[1])
     blocked = values if values.scheme.group == min(group, widest_block) else values.regroup(min(group, widest_block))
     bits = blocked.scheme.bits
-    parts: dict[str, Array] = {"codes": pack_codes(blocked.codes, bits), "scales": blocked.scales.astype(np.float32)}
+    parts: dict[str, Array] = {"codes": pack_codes(blocked.codes, bits), "scales": blocked.scales.astype(dtype)}
     if blocked.zero_points is not None:
         parts["zero_points"] = pack_zero_points(blocked.zero_points, bits)
-        parts |= {} if zero_points else {"offsets": blocked.offsets()}
+        parts |= {} if zero_points else {"offsets": blocked.offsets().astype(dtype)}
     if blocked.minima is not None:
-        parts |= {"offsets": blocked.offsets(), "minima": blocked.minima}
+        parts |= {"offsets": blocked.offsets().astype(dtype), "minima": blocked.minima}
     return parts
 
 

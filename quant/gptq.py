@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.quant.pack import Quantized
-from specedge.quant.rounding import Fit, clipped, fit_grid, quantized
+from specedge.quant.rounding import Fit, ScaleType, clipped, fit_grid, quantized
 from specedge.quant.scheme import Scheme
 
 Floats = npt.NDArray[np.float32]
@@ -46,6 +46,7 @@ def gptq(
     scheme: Scheme,
     fit: Fit = clipped,
     damping: float = DAMPING,
+    scale_dtype: ScaleType = np.float32,
 ) -> Quantized:
     """Quantise a layer so that its outputs on calibrated inputs change least.
 
@@ -56,7 +57,7 @@ def gptq(
     rows, columns = weight.shape
     diagonal = np.diag(hessian)
     importance = diagonal / max(float(diagonal.mean()), np.finfo(np.float64).tiny)
-    grid = fit_grid(weight, scheme, fit, importance.astype(np.float32))
+    grid = fit_grid(weight, scheme, fit, importance.astype(np.float32), scale_dtype)
     order = np.argsort(-importance, kind="stable")
     factor = _factor(_damped(hessian, damping)[np.ix_(order, order)])
     codes = np.empty((columns, rows), np.uint8)

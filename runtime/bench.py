@@ -89,8 +89,10 @@ def bench(
     """Greedy decoding of every set of prompts, plain and speculative in turn; which comes first alternates.
 
     Raises:
-        UsageError: The tree leaves out ranks, so that acceptance by rank could not be measured.
+        UsageError: The tree leaves out ranks, so that acceptance by rank could not be measured; a device is emulated.
     """
+    if engine.emulated:
+        raise UsageError(f"device {engine.emulated[0]!r}: is emulated here, and an emulator's time says nothing; time it there")
     shape = engine.default_tree if tree is None and gamma is None else tree
     if shape is not None and (gap := shape.gap) is not None:
         whose = "the bundle's lacks" if tree is None else "lacks"

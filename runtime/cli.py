@@ -7,10 +7,11 @@ import click
 
 from specedge.errors import UsageError
 from specedge.runtime.cli_bench import bench_command
+from specedge.runtime.cli_devices import compile_command, devices_command
 from specedge.runtime.cli_inspect import inspect_command
 from specedge.runtime.cli_options import BUNDLE, engine_options
 from specedge.runtime.cli_plan import plan_command, tree_command
-from specedge.runtime.generate import load
+from specedge.runtime.generate import Engine, load
 from specedge.runtime.results import Result
 from specedge.runtime.rules import CHAIN_RULES, RULES
 from specedge.runtime.sample import Sampling
@@ -74,6 +75,7 @@ def generate_command(
     gamma: int | None,
     tree: Path | None,
     threads: int | None,
+    allow_cpu_nodes: bool,
     json_file: str | None,
 ) -> None:
     """Generate text from a BUNDLE."""
@@ -101,7 +103,7 @@ def generate_command(
     request = _prompt(prompt, ids, chat)
     shape = read_shape(tree) if tree else None
     output = Output(json_file)
-    engine = load(bundle, device, draft_device, drafter, threads)
+    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes)
     by_default = not (plain or sampling.greedy or gamma is not None or shape)
     if by_default and rule in CHAIN_RULES and engine.default_tree and not engine.default_tree.is_chain:
         click.echo(f"note: --rule {rule} judges chains only; the bundle's tree is not drafted", err=True)
@@ -121,9 +123,10 @@ def generate_command(
     output.write("\n")
     result = stream.result()
     if stats:
-        _show_stats(result, not plain)
+        _show_stats(result, not plain, engine)
     results = {"ids": result.ids, "text": result.text, "finish_reason": result.finish_reason, "stats": result.stats.as_dict()}
-    output.json(results | ({"logprobs": result.log_probabilities} if logprobs else {}))
+    of_providers = {"emulated": list(engine.emulated), "nodes": engine.nodes} if engine.nodes else {}
+    output.json(results | of_providers | ({"logprobs": result.log_probabilities} if logprobs else {}))
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:
@@ -140,15 +143,21 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def _show_stats(result: Result, speculated: bool) -> None:
+def _show_stats(result: Result, speculated: bool, engine: Engine) -> None:
     """Counts and speed on standard error, beside the text."""
     stats = result.stats
+    speed = (
+        f"{stats.tokens_per_second:.1f} tokens/s after {stats.prefill_seconds:.2f} s for {stats.prompt_tokens} prompt tokens"
+    )
+    if engine.emulated:
+        speed = f"no speed ({', '.join(engine.emulated)} is emulated)"
     click.echo(
         f"{stats.tokens} tokens in {stats.rounds} rounds ({stats.tokens_per_round:.2f} per round), {stats.accepted} of "
-        f"{stats.drafted} drafts accepted, {stats.tokens_per_second:.1f} tokens/s after {stats.prefill_seconds:.2f} s for "
-        f"{stats.prompt_tokens} prompt tokens; ended by {result.finish_reason}",
+        f"{stats.drafted} drafts accepted, {speed}; ended by {result.finish_reason}",
         err=True,
     )
+    for provider, nodes in engine.nodes.items():
+        click.echo(f"{nodes} nodes on {provider}", err=True)
     if speculated and not stats.drafted:
         click.echo("nothing was drafted: it promised no gain here (--gamma N drafts anyway)", err=True)
 
@@ -167,4 +176,12 @@ def _prompt(text: str | None, ids: str | None, chat: bool) -> Prompt:
     return [{"role": "user", "content": text}] if chat else text
 
 
-COMMANDS = (generate_command, bench_command, inspect_command, plan_command, tree_command)
+COMMANDS = (
+    generate_command,
+    bench_command,
+    inspect_command,
+    plan_command,
+    tree_command,
+    devices_command,
+    compile_command,
+)

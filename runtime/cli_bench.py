@@ -38,12 +38,13 @@ def bench_command(
     gamma: int | None,
     tree: Path | None,
     threads: int | None,
+    allow_cpu_nodes: bool,
     json_file: str | None,
 ) -> None:
     """Time plain and speculative decoding of a BUNDLE in one run."""
     shape = read_shape(tree) if tree else None
     output = Output(json_file)
-    engine = load(bundle, device, draft_device, drafter, threads)
+    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes)
     sets = prompt_sets(engine, prompts_file)
     with output.progress() as progress:
         results = bench(engine, sets, max_new_tokens, gamma, repeats, progress, shape)

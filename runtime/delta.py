@@ -5,9 +5,10 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 import numpy.typing as npt
 
-from specedge.manifest import Role
+from specedge.manifest import Graph, Role
 from specedge.runtime.cache import KVCache
 from specedge.runtime.embedding import Embedding
+from specedge.runtime.pieces import Pieces
 from specedge.runtime.sequence import Array, Logits, Positions, Sequence
 from specedge.runtime.session import Binding, Session
 
@@ -17,6 +18,7 @@ class _Step:
 
     def __init__(
         self,
+        graph: Graph,
         width: int,
         binding: Binding,
         role: Role,
@@ -45,7 +47,7 @@ class _Step:
         }
         for name, array in inputs.items():
             binding.input(name, array)
-        binding.output("logits", self.logits)
+        self.pieces = Pieces(binding, graph, "logits", self.logits)
         self.hidden = np.zeros((1, width, extra[1] if extra else 0), dtype)
         if extra:
             binding.output(extra[0], self.hidden)
@@ -66,8 +68,10 @@ class DeltaSequence(Sequence):
         super().__init__(role, tables)
         half = self._tables.shape[2]
         widths = sorted(width for width in sessions if width is not None)
+        graphs = {graph.width: graph for graph in role.graphs}
         self._steps = {
-            width: _Step(width, sessions[width].bind(), role, self.cache, half, self._extra, embedding) for width in widths
+            width: _Step(graphs[width], width, sessions[width].bind(), role, self.cache, half, self._extra, embedding)
+            for width in widths
         }
         self._last = self._steps[widths[0]]
 
@@ -84,6 +88,7 @@ class DeltaSequence(Sequence):
         step.bias[0, 0, :rows, self.length - old : self.length] = mask[:, :old]
         step.bias[0, 0, :rows, context : context + rows] = mask[:, old:]
         self._timed_run(step.binding)
+        step.pieces.join()
         return step.logits[0, rows - len(wanted) : rows].astype(np.float32, copy=False)
 
     def _hidden_rows(self) -> Array:

@@ -39,7 +39,7 @@ class DeltaGraph:
         self._embedding = embedding
         self._binding = session.bind()
         self._outputs: dict[str, Array] = {}
-        self._specs = graph.outputs
+        self._graph = graph
         for name, buffer in cache.buffers():
             self._binding.input(f"past_{name}", buffer)
 
@@ -75,10 +75,13 @@ class DeltaGraph:
         start = time.perf_counter()
         self._binding.run()
         self.seconds += time.perf_counter() - start
+        pieces = self._graph.pieces("logits")
+        if len(pieces) > 1:
+            self._outputs["logits"] = np.concatenate([self._outputs[piece.name] for piece in pieces], -1)
         return self._outputs
 
     def _bind_outputs(self, text: int, total: int) -> None:
-        for spec in self._specs:
+        for spec in self._graph.outputs:
             shape = [size if isinstance(size, int) else text if size == "T" else total for size in spec.shape]
             if spec.name not in self._outputs or self._outputs[spec.name].shape != tuple(shape):
                 self._outputs[spec.name] = np.zeros(shape, spec.dtype)

@@ -1,5 +1,6 @@
 """An EAGLE head opened on a device: a layer of its own over the target's features and the tokens that follow them."""
 
+from collections import Counter
 from collections.abc import Sequence as Tokens
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.manifest import VOCABULARY, Graph
 from specedge.runtime.cache import KVCache
+from specedge.runtime.compiled import open_graph
 from specedge.runtime.delta_graph import DeltaGraph
 from specedge.runtime.embedding import Embedding
 from specedge.runtime.law import Ids
@@ -39,6 +41,8 @@ class EagleHead:
         self._reads = "hidden" if self.role.taps == (-1,) else "features"
         self._embedding = Embedding.needed(bundle, "eagle")
         self._opened: list[DeltaGraph] = []
+        self.nodes: Counter[str] = Counter()
+        """How many nodes which provider took, of plug-ins, of the graphs opened so far."""
         self.step_bytes = _step_bytes(bundle)
         """What one step reads: its own weights but the embedding, and the LM head of the target if it has none."""
         self.unrolling = Unrolling(self.role, self.cache, self._tables, self._open)
@@ -131,7 +135,9 @@ class EagleHead:
         return graphs[min(width for width in graphs if width is not None and width >= rows)]
 
     def _open(self, graph: Graph) -> Session:
-        return Session(self._bundle.file(graph.file), graph, self._device, self._threads)
+        session = open_graph(self._bundle, graph, self._device, self._threads)
+        self.nodes.update(session.nodes)
+        return session
 
     def _vocabulary(self, bundle: Bundle) -> Ids:
         for weight in self.role.weights:

@@ -2,7 +2,9 @@
 
 import operator
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from specedge.runtime.head_drafters import EagleDrafter, MedusaDrafter
 from specedge.runtime.heads import MedusaHeads
 from specedge.runtime.law import Ids
 from specedge.runtime.model import Model
+from specedge.runtime.probe import find_provider
 from specedge.runtime.request import Options, Request, Stream
 from specedge.runtime.results import Result
 from specedge.runtime.rules import Rule
@@ -45,14 +48,14 @@ class Engine:
     ) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
-        self.device = device
+        self.device, self.draft_device = device, draft_device
         self.drafter_name = drafter or manifest.drafters[0]
         if self.drafter_name not in manifest.drafters:
             raise SpecedgeError(f"{bundle.path}: no drafter {drafter!r}; it holds {', '.join(manifest.drafters)}")
         if self.drafter_name not in _DRAFTERS:
             raise SpecedgeError(f"{bundle.path}: drafter {self.drafter_name!r}: this version runs {', '.join(_DRAFTERS)}")
         self.tokenizer = Tokenizer.of(bundle) if "tokenizer.json" in manifest.files else None
-        models = [Model(bundle, "target", device, threads, prepare)]
+        self._models = models = [Model(bundle, "target", device, threads, prepare)]
         if self._drafts("draft"):
             models.append(Model(bundle, "draft", draft_device, threads, prepare))
         self.eagle = EagleHead(bundle, draft_device, threads) if self._drafts("eagle") else None
@@ -68,6 +71,18 @@ class Engine:
         """Time spent inside the graphs of target and drafter so far."""
         drafting = sum(drafter.graph_seconds for drafter in (self._draft, self._heads, self.eagle) if drafter)
         return self.target.graph_seconds + drafting + (self._unrolling.seconds if self._unrolling else 0.0)
+
+    @cached_property
+    def emulated(self) -> tuple[str, ...]:
+        """The rows in use whose NPU is emulated here: numbers are right, times mean nothing."""
+        rows = [self.device] if self._drafts("lookup") else [self.device, self.draft_device]
+        return tuple(dict.fromkeys(row.name for row in rows if find_provider(row).emulated))
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """How many nodes which provider took, of plug-ins; of the graphs opened so far."""
+        heads = [head.nodes for head in (self._heads, self.eagle) if head]
+        return dict(sum(map(Counter, [*(model.nodes for model in self._models), *heads]), Counter[str]()))
 
     def _drafts(self, name: str) -> bool:
         return self.drafter_name == name
@@ -268,16 +283,25 @@ def load(
     drafter: str | None = None,
     threads: int | None = None,
     prepare: bool | None = None,
+    allow_cpu_nodes: bool = False,
 ) -> Engine:
-    """Open a bundle on a device (default: the one it was made for).
+    """Open a bundle on a device and its drafter on another; the default are those it was made for.
+
+    A drafter that was made for the target's device follows `device`.
 
     `prepare=False` leaves the user's cache alone; by default the first load keeps there what later ones map
-    (`runtime.prepared`), if the weights are worth it.
+    (`runtime.prepared`), if the weights are worth it. A node that a device's provider leaves to the CPU is an error, unless
+    `allow_cpu_nodes`.
 
     Raises:
         SpecedgeError: The bundle is damaged, or the device cannot run it.
     """
     bundle = open_bundle(path)
     row = get_device(device or bundle.manifest.device)
-    draft_row = get_device(draft_device) if draft_device else row
+    made = bundle.manifest
+    draft_row = (
+        row if draft_device is None and made.draft_device == made.device else get_device(draft_device or made.draft_device)
+    )
+    if allow_cpu_nodes:
+        row, draft_row = (replace(one, whole=False) for one in (row, draft_row))
     return Engine(bundle, row, draft_row, drafter, threads, prepare)

@@ -8,7 +8,8 @@ import numpy.typing as npt
 from specedge.bundle import Bundle
 from specedge.devices.device import Device
 from specedge.manifest import Head
-from specedge.runtime.session import Session
+from specedge.runtime.compiled import open_graph
+from specedge.runtime.pieces import Pieces
 
 
 class MedusaHeads:
@@ -19,9 +20,12 @@ class MedusaHeads:
         dtype = head.graph.inputs[0].dtype
         self._hidden = np.zeros((1, 1, head.hidden), dtype)
         self._logits = np.zeros((head.depth, head.vocab_size), dtype)
-        self._binding = Session(bundle.file(head.graph.file), head.graph, device, threads).bind()
+        session = open_graph(bundle, head.graph, device, threads)
+        self.nodes = session.nodes
+        """How many nodes which provider took, of plug-ins."""
+        self._binding = session.bind()
         self._binding.input("hidden", self._hidden)
-        self._binding.output("head_logits", self._logits)
+        self._pieces = Pieces(self._binding, head.graph, "head_logits", self._logits)
         self.graph_seconds = 0.0
         """Time spent inside the graph so far."""
 
@@ -31,4 +35,4 @@ class MedusaHeads:
         start = time.perf_counter()
         self._binding.run()
         self.graph_seconds += time.perf_counter() - start
-        return self._logits.astype(np.float32, copy=False)
+        return self._pieces.join().astype(np.float32, copy=False)

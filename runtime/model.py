@@ -1,5 +1,6 @@
 """One role of a bundle, ready to step: token ids in, logits out, the graph's form hidden."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from specedge.devices.device import Device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.manifest import Graph, Role
 from specedge.runtime import prepared
+from specedge.runtime.compiled import open_graph
 from specedge.runtime.delta import DeltaSequence
 from specedge.runtime.embedding import Embedding
 from specedge.runtime.in_place import InPlaceSequence
@@ -57,6 +59,11 @@ class Model:
             self.sessions[graph.width] = opened.session
             self.weight_files.add(opened.weight_file)
 
+    @property
+    def nodes(self) -> dict[str, int]:
+        """How many nodes which provider took, of plug-ins."""
+        return dict(sum((Counter(session.nodes) for session in self.sessions.values()), Counter[str]()))
+
     def sequence(self) -> Sequence:
         """A fresh, empty sequence with buffers of its own."""
         return self._sequence(self.sessions)
@@ -65,7 +72,7 @@ class Model:
         """What can be drafted in one call behind the text of `sequence`."""
 
         def session(graph: Graph) -> Session:
-            return Session(self._bundle.file(graph.file), graph, self._device, self._threads)
+            return open_graph(self._bundle, graph, self._device, self._threads)
 
         return Unrolling(self.role, sequence.cache, self.tables, session)
 
@@ -90,10 +97,13 @@ def _check(role: Role, where: str) -> None:
     if not (widths == [None] if role.form == "in-place" else widths and None not in widths):
         raise SpecedgeError(f"{where}: graphs of widths {widths} are no {role.form} form; convert again")
     for graph in role.graphs:
-        specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
+        specs = {spec.name: spec for spec in graph.inputs}
         found = {name: (spec.shape, spec.dtype) for name, spec in specs.items() if name.startswith("past_")}
         if found != expected:
             raise SpecedgeError(f"{where}: kv says {kv}, the KV inputs of {graph.file} differ; convert again")
-        for name, size in (("logits", role.vocab_size), ("rope_cos", len(role.rope.inv_freq))):
-            if name not in specs or specs[name].shape[-1] != size:
+        for name, spec, size in (
+            ("logits", graph.output("logits"), role.vocab_size),
+            ("rope_cos", specs.get("rope_cos"), len(role.rope.inv_freq)),
+        ):
+            if spec is None or spec.shape[-1] != size:
                 raise SpecedgeError(f"{where}: {name} of {graph.file}: expected last dimension {size}; convert again")

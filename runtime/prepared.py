@@ -28,6 +28,7 @@ from specedge.cachedir import cache_dir
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.manifest import Graph, Role
+from specedge.runtime.compiled import open_graph
 from specedge.runtime.session import PREPARED_GRAPH, PREPARED_WEIGHTS, VERSION, Session
 
 WORTH_IT = 16 << 20  # bytes of weights; fewer are copied as fast as they are mapped
@@ -69,7 +70,7 @@ class _Source:
 
 def open_plain(bundle: Bundle, role: Role, graph: Graph, device: Device, threads: int | None) -> Opened:
     """A session over the bundle's own files."""
-    return Opened(Session(bundle.file(graph.file), graph, device, threads), bundle.file(role.weight_file))
+    return Opened(open_graph(bundle, graph, device, threads), bundle.file(role.weight_file))
 
 
 def open_prepared(bundle: Bundle, role: Role, graph: Graph, device: Device, threads: int | None, same: Same) -> Opened:

@@ -1,20 +1,32 @@
-"""A step graph opened on a Device: the only importer of onnxruntime."""
+"""A step graph opened on a Device: beside `probe` the only importer of onnxruntime."""
 
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from specedge.devices.device import Device
+from specedge.devices.device import Device, Options
 from specedge.errors import SpecedgeError
 from specedge.manifest import Graph, TensorSpec
+from specedge.runtime.probe import Provider, find_provider
 
 Array = npt.NDArray[np.generic]
 
 VERSION: str = ort.__version__
 _TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "int32": "tensor(int32)", "int64": "tensor(int64)"}
 PREPARED_GRAPH, PREPARED_WEIGHTS = "step.onnx", "weights.bin"
+_SHARE, _LAST = "ep.share_ep_contexts", "ep.stop_share_ep_contexts"
+_RECORD = "session.record_ep_graph_assignment_info"
+_ALLOW = "convert for this device, or allow it (--allow-cpu-nodes)"
 _SMALLEST_OUTSIDE = 1024  # bytes of a tensor that is not written into the prepared graph itself
 
 
@@ -22,22 +34,33 @@ class Session:
     """One graph, checked against what the manifest says of it.
 
     With `prepared`, the graph is also written to that folder as this machine runs it: optimised, and its weights in the
-    order its kernels read them, so that a session opened there maps them instead of copying them.
+    order its kernels read them, so that a session opened there maps them instead of copying them. A `context` shares its
+    weights with others of its role.
     """
 
     def __init__(
-        self, path: Path, graph: Graph, device: Device, threads: int | None = None, prepared: Path | None = None
+        self,
+        path: Path,
+        graph: Graph,
+        device: Device,
+        threads: int | None = None,
+        prepared: Path | None = None,
+        context: bool = False,
     ) -> None:
-        if device.provider not in ort.get_available_providers():
-            here = ", ".join(ort.get_available_providers())
-            raise SpecedgeError(f"device {device.name!r}: needs {device.provider}, onnxruntime here has {here}")
+        provider = find_provider(device)
         try:
-            options = _options(device, threads, prepared)
-            self._session = ort.InferenceSession(str(path), options, providers=[device.provider])
+            options = _options(device, threads)
+            if context:
+                options.add_session_config_entry(_SHARE, "1")
+            if prepared:
+                _prepare(options, prepared)
+            self._session = open_session(path, options, provider)
         except Exception as error:  # onnxruntime raises its own unrelated exception types
             if prepared:
-                raise SpecedgeError(f"{prepared}: could not be written ({_first_line(error)})") from error
-            raise SpecedgeError(f"{path}: onnxruntime cannot open it ({_first_line(error)}); convert again") from error
+                raise SpecedgeError(f"{prepared}: could not be written ({first_line(error)})") from error
+            if left := nodes_left(path, provider):
+                raise SpecedgeError(f"{path}: {device.provider} leaves to the CPU {', '.join(left)}; {_ALLOW}") from error
+            raise SpecedgeError(f"{path}: onnxruntime cannot open it ({first_line(error)}); convert again") from error
         if self._session.get_providers()[0] != device.provider:
             raise SpecedgeError(f"device {device.name!r}: onnxruntime fell back to {self._session.get_providers()}")
         for kind, found, expected in (
@@ -45,6 +68,11 @@ class Session:
             ("output", self._session.get_outputs(), graph.outputs),
         ):
             _check(path, kind, {node.name: (node.type, tuple(node.shape)) for node in found}, expected)
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """How many nodes which provider took; of plug-ins only."""
+        return _count_nodes(self._session)
 
     def bind(self) -> "Binding":
         """Fresh bindings of this graph's inputs and outputs."""
@@ -76,21 +104,114 @@ class Binding:
         return address
 
 
-def _options(device: Device, threads: int | None, prepared: Path | None) -> ort.SessionOptions:
+def open_session(
+    path: Path, options: ort.SessionOptions, provider: Provider, more: Options = (), **values: str
+) -> ort.InferenceSession:
+    """A session on a provider; `more` are a plug-in's options for this one alone, `values` what the names in them stand for."""
+    if not provider.device.plugin:
+        return ort.InferenceSession(str(path), options, providers=[provider.device.provider])
+    if provider.device.whole:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    options.add_session_config_entry(_RECORD, "1")
+    options.add_provider_for_devices(list(provider.devices), provider.options(more, **values))
+    with _stdout_aside():
+        return ort.InferenceSession(str(path), options)
+
+
+def write_contexts(paths: Mapping[Path, Path], provider: Provider) -> Iterator[Path]:
+    """Compile graphs ahead of time, each into the file it is mapped to, with one file of weights beside the first.
+
+    Raises:
+        SpecedgeError: One cannot be compiled, or not as a whole.
+    """
+    plugin = provider.device.plugin
+    assert plugin is not None
+    sessions = []  # weights are shared among sessions that live
+    for number, (source, path) in enumerate(paths.items(), 1):
+        options = _options(provider.device, None)
+        for key, value in (
+            ("ep.context_enable", "1"),
+            ("ep.context_file_path", str(path)),
+            ("ep.context_embed_mode", "0"),
+            (_SHARE, "1"),
+            (_LAST, str(int(number == len(paths)))),
+        ):
+            options.add_session_config_entry(key, value)
+        try:
+            sessions.append(open_session(source, options, provider, plugin.compile_options))
+        except Exception as error:  # onnxruntime raises its own unrelated exception types
+            if left := nodes_left(source, provider):
+                raise SpecedgeError(f"{source}: {provider.device.provider} leaves to the CPU {', '.join(left)}") from error
+            raise SpecedgeError(f"{source}: {provider.device.provider} cannot compile it ({first_line(error)})") from error
+        yield path
+
+
+def nodes_left(path: Path, provider: Provider) -> list[str]:
+    """What a plug-in leaves to the CPU of a graph, each node with its operator and the reason, if the plug-in tells it."""
+    plugin = provider.device.plugin
+    if plugin is None:
+        return []
     options = ort.SessionOptions()
-    options.log_severity_level = 4 if prepared else 3  # what goes wrong in a preparation is said in our own line
+    options.log_severity_level = 4
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            free = replace(provider, device=replace(provider.device, whole=False))
+            session = open_session(path, options, free, plugin.diagnosis, folder=folder)
+        except Exception:  # the graph is damaged: the first error says how
+            return []
+        reasons: dict[str, str] = {}
+        for file in Path(folder).glob("*.json"):
+            listed = json.loads(file.read_text(encoding="utf-8")).get("unsupported_nodes", ())
+            reasons |= {node["node_name"]: node["reason"] for node in listed}
+        return [
+            f"{node.name} ({reasons.get(node.name, node.op_type)})"
+            for part in session.get_provider_graph_assignment_info()
+            if part.ep_name != provider.device.provider
+            for node in part.get_nodes()
+        ]
+
+
+def _count_nodes(session: ort.InferenceSession) -> dict[str, int]:
+    if len(session.get_providers()) == 1 or session.get_session_options().get_session_config_entry(_RECORD) != "1":
+        return {}
+    counts: Counter[str] = Counter()
+    for part in session.get_provider_graph_assignment_info():
+        counts[part.ep_name] += len(part.get_nodes())
+    return dict(counts)
+
+
+@contextlib.contextmanager
+def _stdout_aside() -> Iterator[None]:
+    """What libraries print while they compile is dropped: standard output is for text and JSON."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _options(device: Device, threads: int | None) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4 if device.plugin else 3  # what goes wrong in a plug-in is said in our own line
     options.enable_mem_pattern = device.static  # a plan made for one width is useless for the next
     if threads:
         options.intra_op_num_threads = threads
-    if prepared:
-        options.optimized_model_filepath = str(prepared / PREPARED_GRAPH)
-        for key, value in (
-            ("optimized_model_external_initializers_file_name", PREPARED_WEIGHTS),
-            ("optimized_model_external_initializers_min_size_in_bytes", str(_SMALLEST_OUTSIDE)),
-            ("save_external_prepacked_constant_initializers", "1"),
-        ):
-            options.add_session_config_entry(f"session.{key}", value)
     return options
+
+
+def _prepare(options: ort.SessionOptions, folder: Path) -> None:
+    options.log_severity_level = 4  # what goes wrong in a preparation is said in our own line
+    options.optimized_model_filepath = str(folder / PREPARED_GRAPH)
+    for key, value in (
+        ("optimized_model_external_initializers_file_name", PREPARED_WEIGHTS),
+        ("optimized_model_external_initializers_min_size_in_bytes", str(_SMALLEST_OUTSIDE)),
+        ("save_external_prepacked_constant_initializers", "1"),
+    ):
+        options.add_session_config_entry(f"session.{key}", value)
 
 
 def _check(
@@ -108,5 +229,5 @@ def _check(
             )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:300]

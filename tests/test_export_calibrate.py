@@ -91,7 +91,7 @@ def test_a_stage_reads_what_its_layers_read_in_transformers(biased: tuple[Checkp
 
 def calibrated(checkpoint: Checkpoint, scheme: Scheme, cache: Path) -> dict[str, Quantized]:
     files = calibrate(
-        checkpoint.config, checkpoint.tensor, "x", layers(checkpoint, scheme), DOCUMENTS, cache, "", lambda *_: None
+        checkpoint.config, checkpoint.tensor, "x", layers(checkpoint, scheme), np.float32, DOCUMENTS, cache, "", lambda *_: None
     )
     return {name: layer for file in files for name, layer in read_rounded(file).items()}
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from specedge.devices.table import get_device
 from specedge.errors import UsageError
 from specedge.export.calibration_text import Calibration
 from specedge.export.cli_recipe import Options, calibration
@@ -53,7 +54,7 @@ def test_options_become_a_recipe(changes: dict[str, Any], recipe: Recipe) -> Non
         ({"weights": "fp32", "head_weights": "int8", "method": "gptq"}, "method gptq: weights float32 are not quantised"),
         ({"weights": "fp32", "head_weights": "int8", "bits": 5.0}, "bits: weights float32 are not quantised"),
         ({"weights": "int8", "bits": 9.0}, "bits: all layers have 8 already"),
-        ({"weights": "fp16", "head_weights": "int8"}, "fp16 is a whole graph's type"),
+        ({"weights": "fp16", "head_weights": "int8"}, "graphs compute in float16 here; use fp16"),
         ({"prefix": "draft-", "group": "16", "method": "keep"}, "--draft-method keep: --draft-group"),
     ],
 )
@@ -73,8 +74,16 @@ def test_the_drafter_is_stored_as_the_target_unless_it_has_a_recipe() -> None:
     own = Recipe(*CHANNEL, keep=False)
     assert Request("m", Path("o"), draft="d", recipe=Recipe("float32", "float32")).drafter.body == "float32"
     assert Request("m", Path("o"), draft="d", draft_recipe=own).drafter == own
-    with pytest.raises(UsageError, match="the graphs' type is float32"):
-        Request("m", Path("o"), draft="d", draft_recipe=Recipe("float16", "float16"))
+
+
+def test_floats_are_of_the_type_that_a_device_computes_in() -> None:
+    assert Recipe().on(get_device("qnn")).dtype == "float16" == Recipe("float16", "float16").on(get_device("cpu")).dtype
+    assert Recipe().on(get_device("cpu-static")).dtype == "float32"
+    with pytest.raises(UsageError, match="weights float32 .* compute in float16 here; use fp16"):
+        Recipe("float32", "float32").on(get_device("qnn"))
+    assert options(weights="int4", head_weights="fp16").recipe(floats="float16").head == "float16"
+    with pytest.raises(UsageError, match="compute in float32 here; use fp32"):
+        options(weights="int4", head_weights="fp16").recipe()
 
 
 def test_text_is_for_recipes_that_read_it() -> None:

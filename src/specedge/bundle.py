@@ -47,7 +47,7 @@ def open_bundle(path: str | Path) -> Bundle:
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise SpecedgeError(f"{manifest_path}: schema {schema!r}, expected {SCHEMA}; convert the model with this version")
-    bundle = Bundle(folder, _build(Manifest, data, str(manifest_path)))
+    bundle = Bundle(folder, build_record(Manifest, data, str(manifest_path)))
     check_values(bundle.manifest, str(manifest_path))
     for name, record in bundle.manifest.files.items():
         file = bundle.file(name)
@@ -82,19 +82,23 @@ def _resolve(folder: Path, name: str) -> Path:
     return folder / pure
 
 
-def _build(kind: Any, data: Any, where: str) -> Any:
-    """JSON value -> the annotated type, or an error naming the key; unknown keys are ignored."""
+def build_record(kind: Any, data: Any, where: str) -> Any:
+    """JSON value -> the annotated type; unknown keys are ignored.
+
+    Raises:
+        SpecedgeError: A value is of another type; names the key.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(data, dict):
         hints = typing.get_type_hints(kind)
         missing = [key for key in hints if key not in data]
         if missing:
             raise SpecedgeError(f"{where}: key {missing[0]!r} is missing; convert the model again")
-        return kind(**{key: _build(hint, data[key], f"{where}: {key}") for key, hint in hints.items()})  # type: ignore[operator]
+        return kind(**{key: build_record(hint, data[key], f"{where}: {key}") for key, hint in hints.items()})  # type: ignore[operator]
     if origin is tuple and isinstance(data, list):
-        return tuple(_build(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
+        return tuple(build_record(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
     if origin is dict and isinstance(data, dict):
-        return {key: _build(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+        return {key: build_record(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     if origin is types.UnionType and type(data) in arguments:
         return data
     if kind is float and type(data) in (int, float):

@@ -4,7 +4,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-SCHEMA = 5
+SCHEMA = 6
+PIECED = ("logits", "head_logits")
+"""Outputs that may come in pieces of their last dimension, `logits_0`, `logits_1` ..."""
 EMBEDDING = "embed_tokens.weight"
 """The weight [V, H] whose rows graphs with `input_embeds` are fed with: a role's own, else the target's."""
 VOCABULARY = "vocabulary"
@@ -29,6 +31,21 @@ class Graph:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     ops: dict[str, int]
+
+    def output(self, name: str) -> TensorSpec | None:
+        """An output by its name, pieces of it put together."""
+        pieces = self.pieces(name)
+        if not pieces:
+            return None
+        first = pieces[0]
+        return TensorSpec(name, first.dtype, (*first.shape[:-1], sum(int(piece.shape[-1]) for piece in pieces)))
+
+    def pieces(self, name: str) -> list[TensorSpec]:
+        """The outputs that hold `name`: itself, or its pieces in order."""
+        found = {spec.name: spec for spec in self.outputs}
+        if name in found:
+            return [found[name]]
+        return [spec for index in range(len(found)) if (spec := found.get(f"{name}_{index}")) and name in PIECED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +194,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole contract of a bundle. `allowed_ids` is the number of ids the tokenizer knows; rows beyond are masked.
+    """The whole contract of a bundle; target and drafter were made for the rows `device` and `draft_device`.
 
-    `tree` lists the paths of the draft tree (docs/contract.md), none for chains.
+    `allowed_ids` is the number of ids the tokenizer knows; rows beyond are masked. `tree` lists the paths of
+    the draft tree (docs/contract.md), none for chains.
     """
 
     schema: int
     tools: dict[str, str]
     sources: dict[str, Source]
     device: str
+    draft_device: str
     widths: tuple[int, ...]
     context: int
     allowed_ids: int

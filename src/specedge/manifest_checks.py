@@ -68,7 +68,8 @@ def _head_claims(key: str, head: Head, features: set[Spec | None], manifest: Man
     yield f"{key}.hidden", {spec and spec[1][-1] for spec in features} == {head.hidden}
     yield f"{key}.graph", head.graph.file in manifest.files and {spec.name for spec in head.graph.inputs} == {"hidden"}
     yield f"{key}.graph (hidden)", _inputs(head.graph)["hidden"] in {(dtype, (1, 1, head.hidden)) for dtype in dtypes}
-    shape = _outputs(head.graph).get("head_logits", ("", ()))[1]
+    given = head.graph.output("head_logits")
+    shape = given.shape if given else ()
     yield f"{key}.depth", head.depth >= 1 and shape[:1] == (head.depth,)
     yield f"{key}.vocab_size", shape[1:] == (head.vocab_size,) and head.vocab_size >= manifest.allowed_ids
     yield f"{key}.weights ({head.weight_file})", _lies_in(head.weights, head.weight_file, manifest)
@@ -83,7 +84,8 @@ def _eagle_claims(eagle: Role, target: Role, features: set[Spec | None]) -> Iter
         read = _inputs(graph).get("hidden" if eagle.taps == (-1,) else "features", ("", ()))
         yield f"roles.eagle.first ({graph.file})", {read[1][-1] if read[1] else None} == given and _has_cache(graph, eagle)
     for kind, graphs in (("first", eagle.first), ("graphs", eagle.graphs)):
-        fits = all(_outputs(graph).get("logits", ("", ()))[1][-1:] == (eagle.vocab_size,) for graph in graphs)
+        logits = [graph.output("logits") for graph in graphs]
+        fits = all(spec is not None and spec.shape[-1] == eagle.vocab_size for spec in logits)
         yield (
             f"roles.eagle.{kind}",
             bool(graphs) and fits and all(_has_cache(graph, eagle) and _is_fed(graph, eagle) for graph in graphs),
