@@ -224,6 +224,7 @@ def _convert(request: Any, output: Output) -> dict[str, object]:
     metavar="TOKENS",
     help="Judge quality on so many tokens: of --text, or written by the model itself on prompts that calibration never uses.",
 )
+@click.option("--layers", is_flag=True, help="Also compare a plug-in's residual streams with the CPU's, block by block.")
 @json_option
 def validate_command(
     bundle: Path,
@@ -235,6 +236,7 @@ def validate_command(
     tokens: int,
     text: Path | None,
     held_out: int | None,
+    layers: bool,
     json_file: str | None,
 ) -> None:
     """Prove that a BUNDLE computes what its checkpoint says; exit code 0 only if everything passed."""
@@ -242,7 +244,7 @@ def validate_command(
     with output.progress() as progress:
         judged = _export("quality").Judged(text, held_out or _JUDGED) if text or held_out else None
         report = _export("validate").validate(
-            bundle, reference, draft_reference, device, draft_device, prompts, tokens, progress, judged
+            bundle, reference, draft_reference, device, draft_device, prompts, tokens, progress, judged, layers
         )
     _show_report(output, bundle, report)
     output.json(report.as_dict())
@@ -260,6 +262,15 @@ def _show_report(output: Output, bundle: Path, report: Any) -> None:
         stored = (group.scheme, group.method or "-", f"{group.bits_per_weight:.2f}", f"{group.relative_error:.3g}")
         groups.add_row(group.role, group.part, str(group.tensors), *stored)
     output.console.print(groups)
+    if report.devices:
+        devices = rich.table.Table("on the device", "rows", "cosine", "least", "KL", "top-1 differs", "near-ties", "KV error")
+        for found in report.devices:
+            numbers = (f"{number:.6f}" for number in (found.cosine_mean, found.cosine_min, found.kl_mean))
+            counts = (str(found.top1_differs), str(found.near_ties))
+            devices.add_row(found.graph, str(found.rows), *numbers, *counts, f"{found.kv_error:.2g}")
+        output.console.print(devices)
+    for layer in report.layers:
+        output.console.print(f"stream entering block {layer.block}: {layer.snr_db:.1f} dB above the device's noise")
     output.console.print(quality_line(report.as_dict()))
     for note in report.notes:
         output.console.print(f"note: {note}")

@@ -8,19 +8,21 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from specedge.bundle import Bundle, changed_files
+from specedge.bundle import Bundle, changed_files, open_bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint, load_quietly, open_checkpoint
 from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, GroupError, Meter, Quality, Report, mean_kl
 from specedge.export.self_text import Document
+from specedge.export.validate_device import compare_device, compare_layers, cpu_twin
 from specedge.export.validate_eagle import check_eagle
 from specedge.export.validate_heads import check_medusa, check_unrolled
 from specedge.export.validate_weights import compare_model, load_stored
 from specedge.progress import Progress, silent
 from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, Agreement, compare_greedy, tree_rows, walk, width_agreement
-from specedge.runtime.generate import Engine, load
+from specedge.runtime.generate import Engine, load, rows_of
 from specedge.runtime.model import Model
+from specedge.runtime.probe import find_provider
 from specedge.runtime.prompts import CHAT, PROSE
 from specedge.runtime.sample import Sampling
 from specedge.runtime.sequence import Sequence as ModelSequence
@@ -41,22 +43,27 @@ def validate(
     tokens: int = 32,
     progress: Progress = silent,
     judged: Judged | None = None,
+    layers: bool = False,
 ) -> Report:
     """Compare a bundle with the checkpoint it was made from.
 
     Logits of every graph are compared over the first three prefill chunks and at the end of the context, read at every width;
     then greedy answers of `tokens` tokens to `prompts` prompts: plain against transformers (float weights only, teacher-forced)
     and speculative against plain, with every drafter, at every exported gamma. Quality is measured on the text `judged`, or on
-    the few hundred tokens that logits are compared over.
+    the few hundred tokens that logits are compared over. What a plug-in computes is compared with the CPU's run of the same
+    graphs, with `layers` block by block; where it is emulated, all else is what the CPU makes of them.
 
     Raises:
         SpecedgeError: The bundle or a reference cannot be opened, or they are models of different shape.
     """
+    bundle = open_bundle(path)
+    rows = rows_of(bundle, device, draft_device)
+    emulated = [row.name for row in dict.fromkeys(rows) if find_provider(row).emulated]
+    device, draft_device = (cpu_twin(row).name if row.name in emulated else row.name for row in rows)
     engine = load(path, device, draft_device)
-    bundle = engine.bundle
     gammas = [width - 1 for width in bundle.manifest.widths if width > 1]
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
-    notes: list[str] = []
+    notes = [f"{name} is emulated here: greedy ids are the CPU's, of the same graphs" for name in emulated]
     groups: list[GroupError] = []
     text = _text(engine)
     if draft_reference and bundle.manifest.drafters == ("lookup",):
@@ -110,6 +117,15 @@ def validate(
         for name, shape, tie in drafts:
             greedy.append(_check_speculative_greedy(speculative, requests, tokens, shape, f"{drafter} {name}", tie))
         progress("validate: greedy ids", done, len(bundle.manifest.drafters))
+    devices = [
+        found
+        for row, role in zip(rows, ("target", "draft"), strict=True)
+        if row.plugin and role in bundle.manifest.roles
+        for found in compare_device(bundle, role, row, text, progress)
+    ]
+    for found in devices:
+        checks += found.checks(quantised)
+    noise = compare_layers(bundle, "target", source, rows[0], text) if layers else []
     compared = sum(found.tokens for _, found in greedy)
     different = sum(found.near_ties + (found.mismatch is not None) for _, found in greedy)
     notes += [f"{check.graph}: nothing was drafted, so nothing was compared" for check, found in greedy if not found.drafted]
@@ -121,6 +137,8 @@ def validate(
         near_ties=sum(found.near_ties for _, found in greedy),
         greedy_match=1.0 - different / compared if compared else float("nan"),
         notes=tuple(notes),
+        devices=tuple(devices),
+        layers=tuple(noise),
     )
 
 

@@ -297,11 +297,19 @@ def load(
         SpecedgeError: The bundle is damaged, or the device cannot run it.
     """
     bundle = open_bundle(path)
-    row = get_device(device or bundle.manifest.device)
-    made = bundle.manifest
-    draft_row = (
-        row if draft_device is None and made.draft_device == made.device else get_device(draft_device or made.draft_device)
-    )
+    row, draft_row = rows_of(bundle, device, draft_device)
     if allow_cpu_nodes:
         row, draft_row = (replace(one, whole=False) for one in (row, draft_row))
     return Engine(bundle, row, draft_row, drafter, threads, prepare)
+
+
+def rows_of(bundle: Bundle, device: str | None, draft_device: str | None) -> tuple[Device, Device]:
+    """The rows that run target and drafter: those named, or those they were made for.
+
+    A drafter that was made for the target's device follows `device`.
+    """
+    made = bundle.manifest
+    row = get_device(device or made.device)
+    if draft_device is None and made.draft_device == made.device:
+        return row, row
+    return row, get_device(draft_device or made.draft_device)

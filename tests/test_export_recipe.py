@@ -79,7 +79,7 @@ def test_the_drafter_is_stored_as_the_target_unless_it_has_a_recipe() -> None:
 def test_floats_are_of_the_type_that_a_device_computes_in() -> None:
     assert Recipe().on(get_device("qnn")).dtype == "float16" == Recipe("float16", "float16").on(get_device("cpu")).dtype
     assert Recipe().on(get_device("cpu-static")).dtype == "float32"
-    with pytest.raises(UsageError, match="weights float32 .* compute in float16 here; use fp16"):
+    with pytest.raises(UsageError, match=r"weights float32 .* compute in float16 here; use fp16"):
         Recipe("float32", "float32").on(get_device("qnn"))
     assert options(weights="int4", head_weights="fp16").recipe(floats="float16").head == "float16"
     with pytest.raises(UsageError, match="compute in float32 here; use fp32"):
