@@ -65,6 +65,8 @@ class Device:
     dtype: Float  # of activations, inputs, outputs and KV; float32 rows compute fp16 weights' models in float16 all the same
     embeds: bool  # whether the host looks up the embedding's rows and feeds them instead of ids
     widest_output: int | None  # columns of logits in one output; more come out in pieces, logits_0, logits_1 ...
+    ragged: bool  # whether MatMulNBits takes rows that end within a block; without, they are filled up with zeros
+    pads: bool  # whether Pad can be relied on to do that; without, it is a product with zeros beside the identity
     zero_points: bool  # whether MatMulNBits takes them; without, what they add is computed from sums of x over blocks
     prepares: bool  # whether weights are kept in the user's cache in the order the kernels read them
     one_call: bool  # whether a draft model drafts faster in one call than step by step; EAGLE heads do everywhere

@@ -53,6 +53,8 @@ _ROWS = (
         dtype="float32",
         embeds=False,
         widest_output=None,
+        ragged=True,
+        pads=True,
         zero_points=True,
         prepares=True,
         # Steps in place cost little more than their weights, and the graph of one call has to copy the cache at every level:
@@ -75,6 +77,8 @@ _ROWS = (
         dtype="float32",
         embeds=False,
         widest_output=None,
+        ragged=True,
+        pads=True,
         zero_points=True,
         prepares=False,  # each of its graphs would keep a file of its own, and at this level nothing is reordered for speed
         one_call=True,  # a call of an NPU costs more than what it computes
@@ -96,6 +100,9 @@ _ROWS = (
         # SmolLM2's LM head, 49,152 rows in INT8: 29 s to compile as one product, 6 s as 3, 1.5 s as 12; joined again in the
         # graph it does not fit the NPU's memory at all.
         widest_output=4096,
+        ragged=False,  # "K must be divisible by block_size"
+        # A float16 Pad leaves garbage in its columns, a Concat of 176 and 16 columns is wrong from 8 rows on (QNN 2.51).
+        pads=False,
         zero_points=False,
         prepares=False,
         one_call=False,

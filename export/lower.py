@@ -65,12 +65,13 @@ def _products(graph: ir.Graph, weights: Mapping[str, Weight]) -> Iterator[Produc
 
 
 class _Attach:
-    """Writes kernels into a graph; initialisers, and sums of an input over blocks, are made once and shared."""
+    """Writes kernels into a graph; initialisers, and what is made of an input for all of its readers, are made once."""
 
     def __init__(self, graph: ir.Graph, location: str, device: Device, elsewhere: Mapping[str, str]) -> None:
         self._graph, self._location, self._device = graph, location, device
         self._elsewhere = elsewhere
         self._sums: dict[tuple[ir.Value, int], ir.Value] = {}
+        self._filled: dict[tuple[ir.Value, int], ir.Value] = {}
 
     def product(self, product: Product) -> None:
         """Replace a linear layer by the kernel for its weight's scheme."""
@@ -88,6 +89,8 @@ class _Attach:
     def _quantised(self, old: ir.Node, x: ir.Value, weight: Weight) -> ir.Value:
         rows, columns = weight.shape
         codes, block = weight.parts["codes"], block_size(weight)
+        if not self._device.ragged:
+            x, columns = self._whole(old, x, columns, block), codes.shape[1] * block
         attributes = {
             "bits": Scheme.from_name(weight.scheme).bits,
             "block_size": block,
@@ -106,13 +109,23 @@ class _Attach:
     def _block_sums(self, before: ir.Node, x: ir.Value, columns: int, block: int) -> ir.Value:
         """Sums of x [1, T, K] over every block, [1, T, blocks]."""
         if (x, block) not in self._sums:
-            blocks = -(-columns // block)
-            whole = x
-            if blocks * block != columns:
-                whole = self._node(before, "Pad", [x, self._shape(0, 0, 0, 0, 0, blocks * block - columns)])
-            split = self._node(before, "Reshape", [whole, self._shape(0, 0, blocks, block)])
+            whole = self._whole(before, x, columns, block)
+            split = self._node(before, "Reshape", [whole, self._shape(0, 0, -(-columns // block), block)])
             self._sums[x, block] = self._node(before, "ReduceSum", [split, self._shape(-1)], {"keepdims": 0})
         return self._sums[x, block]
+
+    def _whole(self, before: ir.Node, x: ir.Value, columns: int, block: int) -> ir.Value:
+        """x [1, T, K] filled up with zeros to whole blocks."""
+        missing = -columns % block
+        if not missing:
+            return x
+        if (x, block) not in self._filled:
+            if self._device.pads:
+                filled = self._node(before, "Pad", [x, self._shape(0, 0, 0, 0, 0, missing)])
+            else:
+                filled = self._node(before, "MatMul", [x, self._widening(columns, columns + missing)])
+            self._filled[x, block] = filled
+        return self._filled[x, block]
 
     def rest(self, value: ir.Value, weight: Weight) -> None:
         """What is not a linear layer: gathered rows of a matrix, or a vector read as it is."""
@@ -157,6 +170,11 @@ class _Attach:
         name = weight.name if part == "values" else f"{weight.name}.{part}{view}"
         location = self._elsewhere.get(weight.name, self._location)
         return self._constant(name, _external(name, weight.parts[part], shape, location))
+
+    def _widening(self, rows: int, columns: int) -> ir.Value:
+        """The identity, and columns of zeros behind it."""
+        name = f"widening_{rows}_{columns}"
+        return self._constant(name, ir.tensor(np.eye(rows, columns, dtype=self._device.dtype), name=name))
 
     def _shape(self, *numbers: int) -> ir.Value:
         """A constant vector of int64."""

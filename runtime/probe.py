@@ -72,7 +72,7 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
             try:
                 ort.register_execution_provider_library(device.provider, package.get_library_path())
             except Exception as error:  # onnxruntime raises its own unrelated exception types
-                said = str(error).strip().splitlines()[0][:300]
+                said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
                 raise SpecedgeError(
                     f"device {device.name!r}: onnxruntime {ort.__version__} cannot load {device.provider} ({said})"
                 ) from error

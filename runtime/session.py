@@ -230,4 +230,4 @@ def _check(
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -236,7 +236,7 @@ class Chains:
             folder = save_chained(self._place / f"{name} head", self.head(name))
             options |= {"eagle": str(folder), "eagle_taps": TAPS if self.head(name).generation == 3 else None}
         else:
-            options |= {"draft": str(self.draft(name)), "one_call": True}
+            options = {"draft": str(self.draft(name)), "one_call": True} | options
         chain = (1, 8) if device == "cpu-static" else (1, 4)
         options = ({"widths": (1,), "tree": TREE} if kind == "tree" else {"widths": chain}) | options
         source = self.target(self.heads[name][0] if name in self.heads else self.drafts[name])
