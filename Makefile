@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: venv demo test slow lint clean
+.PHONY: venv demo test slow slow-qnn lint clean
 
 venv: $(READY)
 
@@ -22,6 +22,10 @@ test: $(READY)
 
 slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# The part of it that emulates a whole model: half an hour.
+slow-qnn: $(READY)
+	$(BIN)/python -m pytest -m slow tests/test_smollm2_qnn.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

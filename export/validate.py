@@ -61,7 +61,6 @@ def validate(
     emulated = [row.name for row in dict.fromkeys(rows) if find_provider(row).emulated]
     device, draft_device = (cpu_twin(row).name if row.name in emulated else row.name for row in rows)
     engine = load(path, device, draft_device)
-    gammas = [width - 1 for width in bundle.manifest.widths if width > 1]
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = [f"{name} is emulated here: greedy ids are the CPU's, of the same graphs" for name in emulated]
     groups: list[GroupError] = []
@@ -106,25 +105,14 @@ def validate(
         notes.append("greedy ids were not compared: there are weights or logits that are not finite")
     if not quantised:
         checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * of_target.logits_max_abs))
-    progress("validate: greedy ids", 0, len(bundle.manifest.drafters))
-    greedy = []
-    for done, drafter in enumerate(bundle.manifest.drafters, 1):
-        speculative = load(path, device, draft_device, drafter)
-        depths = sorted({min(gamma, speculative.deepest) for gamma in gammas})
-        drafts = [(f"gamma {gamma}", TreeShape.chain(gamma), 2 * agreement) for gamma in depths]
-        if speculative.default_tree:
-            drafts.append(("tree", speculative.default_tree, tree_tie))
-        for name, shape, tie in drafts:
-            greedy.append(_check_speculative_greedy(speculative, requests, tokens, shape, f"{drafter} {name}", tie))
-        progress("validate: greedy ids", done, len(bundle.manifest.drafters))
+    greedy = _check_drafters(path, (device, draft_device), requests, tokens, _Ties(2 * agreement, tree_tie), progress)
     devices = [
         found
-        for row, role in zip(rows, ("target", "draft"), strict=True)
+        for role, row in zip(("target", "draft"), rows, strict=True)
         if row.plugin and role in bundle.manifest.roles
         for found in compare_device(bundle, role, row, text, progress)
     ]
-    for found in devices:
-        checks += found.checks(quantised)
+    checks += [check for found in devices for check in found.checks(quantised)]
     noise = compare_layers(bundle, "target", source, rows[0], text) if layers else []
     compared = sum(found.tokens for _, found in greedy)
     different = sum(found.near_ties + (found.mismatch is not None) for _, found in greedy)
@@ -226,6 +214,34 @@ def _check_reference_greedy(
         compared += len(emitted)
     too_many = near_ties > -(-compared // TOKENS_PER_NEAR_TIE)
     return Check("greedy_unlike_reference", "target", float(wrong + too_many * near_ties), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ties:
+    """Gaps of two logits below which chains and trees may choose otherwise."""
+
+    chain: float
+    tree: float
+
+
+def _check_drafters(
+    path: Path, rows: tuple[str, str], requests: list[list[int]], tokens: int, ties: _Ties, progress: Progress
+) -> list[tuple[Check, Agreement]]:
+    """Every drafter at every exported gamma, and with the bundle's tree."""
+    manifest = open_bundle(path).manifest
+    gammas = [width - 1 for width in manifest.widths if width > 1]
+    progress("validate: greedy ids", 0, len(manifest.drafters))
+    greedy = []
+    for done, drafter in enumerate(manifest.drafters, 1):
+        engine = load(path, *rows, drafter)
+        depths = sorted({min(gamma, engine.deepest) for gamma in gammas})
+        drafts = [(f"gamma {gamma}", TreeShape.chain(gamma), ties.chain) for gamma in depths]
+        if engine.default_tree:
+            drafts.append(("tree", engine.default_tree, ties.tree))
+        for name, shape, tie in drafts:
+            greedy.append(_check_speculative_greedy(engine, requests, tokens, shape, f"{drafter} {name}", tie))
+        progress("validate: greedy ids", done, len(manifest.drafters))
+    return greedy
 
 
 def _check_speculative_greedy(
