@@ -72,11 +72,13 @@ def calibration(file: Path | None, tokens: int | None, seed: int | None, *recipe
     """The text that any of these recipes asks for.
 
     Raises:
-        UsageError: None does, and yet some was given.
+        UsageError: None does, and yet some was given, or a seed that nothing reads.
     """
     if not any(recipe and recipe.calibrated for recipe in recipes):
         for name, given in (("calibration", file), ("calibration-tokens", tokens)):
             if given is not None:
                 raise UsageError(f"--{name}: nothing is calibrated; give --method gptq or --bits, or leave it out")
+        if seed is not None and not any(recipe and recipe.rotation is not None for recipe in recipes):
+            raise UsageError("--seed: nothing is drawn by it; give --rotate, --method gptq or --bits, or leave it out")
     default = Calibration()
     return Calibration(file, tokens or default.tokens, seed or default.seed)

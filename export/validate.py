@@ -82,10 +82,13 @@ def validate(
     groups = of_target.groups + groups
     checks += check_unrolled(engine, text)
     if draft_reference and "medusa" in bundle.manifest.heads:
-        checks += check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text)
+        of_heads = check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text)
+        checks += of_heads.checks
+        groups += of_heads.groups
     if draft_reference and "eagle" in bundle.manifest.roles:
-        head_checks, said = check_eagle(engine, draft_reference, source, model, text)
-        checks += head_checks
+        of_heads, said = check_eagle(engine, draft_reference, source, model, text)
+        checks += of_heads.checks
+        groups += of_heads.groups
         notes += said
     quantised = bundle.role("target").quantised
     widths = width_agreement(engine, text[: 4 * max(bundle.manifest.widths) + 3])

@@ -16,7 +16,7 @@ from specedge.export.eagle import Eagle
 from specedge.export.eagle_checkpoint import EagleCheckpoint, open_eagle
 from specedge.export.heads import EagleTensors
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
-from specedge.export.validate_weights import compare_weights
+from specedge.export.validate_weights import Comparison, compare_weights
 from specedge.export.weights import read_float32
 from specedge.manifest import VOCABULARY
 from specedge.runtime.generate import Engine
@@ -30,7 +30,7 @@ _FEATURES_LIMIT, _QUANTISED_FEATURES_LIMIT = 1e-3, 0.1  # of their norm; a neigh
 
 def check_eagle(
     engine: Engine, reference: str, checkpoint: Checkpoint, target: PreTrainedModel, text: list[int]
-) -> tuple[list[Check], tuple[str, ...]]:
+) -> tuple[Comparison, tuple[str, ...]]:
     """Stored weights and draft ids against the checkpoint's, features of the bundle's target against transformers, logits.
 
     Those are the head's against torch, fed with those features.
@@ -46,7 +46,8 @@ def check_eagle(
     tensors = EagleTensors(opened, checkpoint)
     own = [weight for weight in role.weights if weight.name != VOCABULARY]
     _check_same_head(engine.bundle, opened, {weight.name: weight.shape for weight in own}, tensors.shapes)
-    checks = compare_weights("eagle", own, engine.bundle.file(role.weight_file), tensors).checks
+    compared = compare_weights("eagle", own, engine.bundle.file(role.weight_file), tensors)
+    checks = compared.checks
     ids = np.arange(role.vocab_size) if opened.vocabulary is None else opened.vocabulary
     checks.append(Check("draft_ids_differ", "eagle", float((ids != head.ids).sum()), 0.0))
     quantised = role.quantised or engine.target.role.quantised
@@ -79,7 +80,7 @@ def check_eagle(
     else:
         worst = float(np.abs(one - other).max())
         checks.append(Check("head_logits_max_abs", "eagle", worst, LOGITS_LIMIT[engine.target.role.kv.dtype]))
-    return checks, opened.notes
+    return Comparison(checks, compared.groups), opened.notes
 
 
 @torch.no_grad()

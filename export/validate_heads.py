@@ -8,7 +8,7 @@ from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
 from specedge.export.medusa import Medusa, MedusaCheckpoint, open_medusa
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
-from specedge.export.validate_weights import compare_weights
+from specedge.export.validate_weights import Comparison, compare_weights
 from specedge.export.weights import read_float32
 from specedge.runtime.generate import Engine
 from specedge.runtime.heads import MedusaHeads
@@ -19,7 +19,7 @@ _Q_LIMIT, _QUANTISED_Q_LIMIT = 1e-4, 0.05
 _TEXTS = (2, 7, 16, 31)  # lengths after which one call is compared with single steps
 
 
-def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: list[int]) -> list[Check]:
+def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: list[int]) -> Comparison:
     """Stored weights against the checkpoint's, and logits of every head against torch.
 
     Those are fed with the same hidden states of the bundle's target.
@@ -33,8 +33,8 @@ def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: 
     checkpoint = open_medusa(reference, head.hidden, head.vocab_size)
     quantised = head.quantised or engine.target.role.quantised  # the target's, whose LM head may be shared
     model = _reference(bundle, checkpoint, target, quantised)
-    checks = compare_weights("medusa", head.weights, bundle.file(head.weight_file), checkpoint).checks
-    opened = MedusaHeads(bundle, head, engine.device)
+    compared = compare_weights("medusa", head.weights, bundle.file(head.weight_file), checkpoint)
+    opened = MedusaHeads(bundle, head, engine.draft_device)
     engine.target.truncate(0)
     found, expected = [], []
     for token in text[:_ROWS]:
@@ -45,10 +45,11 @@ def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: 
         with torch.no_grad():
             expected.append(model(torch.from_numpy(hidden)[None, None]).numpy())
     one, other = np.concatenate(found), np.concatenate(expected)
-    if quantised:
-        return [*checks, Check("head_kl_to_stored_weights", "medusa", mean_kl(other, one), ACTIVATION_KL_LIMIT)]
-    worst = float(np.abs(one - other).max())
-    return [*checks, Check("head_logits_max_abs", "medusa", worst, LOGITS_LIMIT[engine.target.role.kv.dtype])]
+    check = Check("head_kl_to_stored_weights", "medusa", mean_kl(other, one), ACTIVATION_KL_LIMIT)
+    if not quantised:
+        worst = float(np.abs(one - other).max())
+        check = Check("head_logits_max_abs", "medusa", worst, LOGITS_LIMIT[engine.target.role.kv.dtype])
+    return Comparison([*compared.checks, check], compared.groups)
 
 
 def check_unrolled(engine: Engine, text: list[int]) -> list[Check]:

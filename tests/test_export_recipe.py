@@ -95,6 +95,9 @@ def test_text_is_for_recipes_that_read_it() -> None:
         calibration(Path("t"), None, None, Recipe())
     with pytest.raises(UsageError, match="--calibration-tokens: nothing"):
         calibration(None, 5, None, Recipe(), None)
+    with pytest.raises(UsageError, match="--seed: nothing is drawn by it"):
+        calibration(None, None, 3, Recipe(), None)
+    assert calibration(None, None, 3, Recipe(keep=False, rotation=3)).seed == 3
 
 
 def test_kept_grids_cannot_be_rotated_nor_calibrated() -> None:

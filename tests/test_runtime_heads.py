@@ -227,6 +227,7 @@ def test_validate_knows_heads(sources: Path, tmp_path: Path, heads: str, options
     assert report.passed, [check for check in report.checks if not check.passed]
     name = "head_kl_to_stored_weights" if options else "head_logits_max_abs"
     assert [check.graph for check in report.checks if check.name == name] == ["medusa"]
+    assert {group.role for group in report.groups} == {"target", "medusa"}
     other = "shared" if heads == "own" else "own"
     with pytest.raises(SpecedgeError, match="its heads have other tensors than"):
         validate(path, str(sources / "rand"), str(sources / other), tokens=4)
