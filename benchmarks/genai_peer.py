@@ -10,7 +10,7 @@ import click
 
 from specedge.cachedir import cache_dir
 from specedge.errors import SpecedgeError
-from specedge.export.output import new_folder
+from specedge.folders import new_folder
 
 RELEASE = "onnxruntime-genai==0.18.0"
 _BUILDER_NEEDS = ("onnx", "onnx-ir", "torch", "transformers")  # at the versions of constraints.txt

@@ -72,6 +72,7 @@ class Device:
     one_call: bool  # whether a draft model drafts faster in one call than step by step; EAGLE heads do everywhere
     default_widths: tuple[int, ...]
     verify_cost: tuple[tuple[int, float], ...]
+    verified: str = "nothing"  # what of it was ever checked, and how
     whole: bool = True  # whether every node must run on the provider; one left to the CPU is an error
     plugin: Plugin | None = None  # None: the provider is part of onnxruntime
 
@@ -90,7 +91,9 @@ class Device:
     def int4(self) -> str:
         """How INT4 weights are computed with."""
         activations = "int8" if self.accuracy_level == 4 else self.dtype
-        return f"MatMulNBits, {activations} activations" + ("" if self.zero_points else ", symmetric, zero by block sums")
+        return f"MatMulNBits, {activations} activations, minima by block sums" + (
+            "" if self.zero_points else ", zero points too"
+        )
 
     def cost(self, width: int) -> float:
         """Time of a step of `width` tokens over one of width 1, read off the row: linear between its points and beyond."""

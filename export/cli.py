@@ -160,7 +160,7 @@ def convert_command(
     row = get_device(device)
     if draft_device and not other:
         raise UsageError("--draft-device: says where a drafter runs; give --draft, --medusa or --eagle")
-    draft_row = get_device(draft_device) if draft_device and draft else row  # heads are stored in the target's type
+    draft_row = get_device(draft_device) if draft_device and draft else row  # heads compute in the target's type
     recipe = recipes.Options("", weights, head_weights, group, asymmetric, method, rotate, bits, seed).recipe(floats=row.dtype)
     drafters = recipes.Options("draft-", draft_weights, draft_head_weights, draft_group, False, draft_method)
     if drafters.given and not other:

@@ -54,7 +54,10 @@ class Options:
         keep = not new_grid and self.method in (None, "keep")
         method: Method = self.method if self.method in ("rtn", "clip", "gptq") else "clip"  # type: ignore[assignment]
         rotation = (self.seed or 0) if self.rotate else None
-        return Recipe(self._form(weights), self._form(head), method, keep, rotation, self.bits, floats)
+        try:
+            return Recipe(self._form(weights), self._form(head), method, keep, rotation, self.bits, floats)
+        except UsageError as error:
+            raise UsageError(f"{self.prefix.replace('-', ' ')}{error}") from None
 
     def _new_grid(self) -> dict[str, bool]:
         return {

@@ -19,13 +19,13 @@ from specedge.export.decoder import NORMED
 from specedge.export.eagle_checkpoint import open_eagle
 from specedge.export.heads import write_eagle, write_medusa
 from specedge.export.medusa import open_medusa
-from specedge.export.output import new_folder
 from specedge.export.plan import check_recipe
 from specedge.export.request import Request
 from specedge.export.roles import Place, write_model
 from specedge.export.self_text import writer_of
 from specedge.export.unroll import Ranks
 from specedge.export.vocabulary import compare_vocabularies, token_count
+from specedge.folders import new_folder
 from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
 from specedge.progress import Progress, silent
 from specedge.tokenizer import Tokenizer
@@ -57,9 +57,14 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     verify = _widths(request, device, context)
     ids = eagle.config.draft_vocab_size if eagle else draft.config.vocab_size if draft else 0
     drafted, widths = _drafts(request, draft_device, verify, ids), _draft_widths(request.tree, context)
-    # a head reads what the target gives, and its matrices
-    draft_recipe = request.drafter.on(draft_device if draft else device)
-    with new_folder(request.output, request.force) as folder:
+    draft_recipe = request.drafter.on(draft_device)
+    if (medusa or eagle) and draft_recipe.dtype != recipe.dtype and draft_device.dtype == "float16":
+        raise UsageError(
+            f"draft device {draft_device.name!r}: computes in {draft_device.dtype}, and heads in the target's {recipe.dtype}"
+        )
+    if medusa or eagle:  # a head reads what the target gives, and its matrices
+        draft_recipe = request.drafter.on(device)
+    with new_folder(request.output, request.force, bundles.is_bundle) as folder:
         has_tokenizer = target.save_tokenizer(folder)
         vocab = target.config.vocab_size
         allowed = min(token_count(folder / "tokenizer.json"), vocab) if has_tokenizer else vocab

@@ -33,6 +33,7 @@ def lower(
     graph = model.graph
     if device.widest_output is not None:
         weights, elsewhere = split_outputs(graph, weights, elsewhere or {}, device.widest_output)
+        _remove_unused(graph)
     inputs = {value.name or "": value for value in graph.inputs}
     names = [name for name in inputs if name in weights]
     for name in names:

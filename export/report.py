@@ -6,18 +6,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE
-
 Logits = npt.NDArray[np.float32]
 
 LOGITS_LIMIT = {"float32": 1e-3, "float16": 0.1}
 """Largest |logit difference| of a float graph to the reference, and of a wide step to one-token steps."""
 ACTIVATION_KL_LIMIT = 0.05
 """A quantised graph against its own stored weights in float32: what int8 activations (accuracy_level 4) may cost."""
-_DEVICE_MEAN = {True: 1e-3, False: 1e-4}  # of 1 - cosine over rows, for quantised and for float weights
-_DEVICE_WORST = 1e-2  # of one row
-_DEVICE_TOP1 = 0.03  # share of rows with another best token
-_DEVICE_KL, _DEVICE_KV = 0.01, 0.05  # nats; largest difference over a buffer's largest value
 _TOP = 5
 
 
@@ -79,17 +73,6 @@ class DeviceAgreement:
     top1_differs: int
     near_ties: int
     kv_error: float
-
-    def checks(self, quantised: bool) -> list[Check]:
-        """The numbers with their limits; near-ties count only beyond their rate."""
-        differs = self.top1_differs - min(self.near_ties, -(-self.rows // TOKENS_PER_NEAR_TIE))
-        return [
-            Check("device_cosine_loss", self.graph, 1 - self.cosine_mean, _DEVICE_MEAN[quantised]),
-            Check("device_cosine_loss_worst", self.graph, 1 - self.cosine_min, _DEVICE_WORST),
-            Check("device_kl", self.graph, self.kl_mean, _DEVICE_KL),
-            Check("device_top1_differs", self.graph, differs / self.rows, _DEVICE_TOP1),
-            Check("device_kv_error", self.graph, self.kv_error, _DEVICE_KV),
-        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Tensors of a checkpoint into a weight file, each in the form it was asked for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from specedge.export.tensors import Tensors
 from specedge.export.weights import Stored, WeightWriter
 from specedge.manifest import Weight
 from specedge.progress import Progress
+from specedge.quant.pack import Quantized
 from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme
 
@@ -56,12 +58,22 @@ def _store(name: str, tensors: Tensors, plan: Plan) -> Stored:
             name, plain, tensors.stored_type(name), "", np.array_equal(plain, values) and not _is_turned(name, recipe)
         )
     method, rounded = "kept", tensors.grid(name) if recipe.keep else None
+    rounded = rounded and _in_type(rounded, recipe.dtype)
     if rounded is None or rounded.scheme.bits > form.bits:
         method, rounded = "gptq", plan.calibrated(name)
     if rounded is None:
         method = "rtn" if recipe.method == "rtn" or form.bits == 8 else "clip"
         rounded = round_to_nearest(values, form, SCALES[recipe.dtype], FITS[recipe.method])
     return Stored(name, rounded, tensors.stored_type(name), method, rounded.equals(values) and not _is_turned(name, recipe))
+
+
+def _in_type(grid: Quantized, dtype: str) -> Quantized | None:
+    """The same codes with scales of the graph's type; None where one of them vanishes in it or does not fit."""
+    with np.errstate(over="ignore"):
+        scales = grid.scales.astype(dtype)
+    if not np.isfinite(scales).all() or ((scales == 0) & (grid.scales != 0)).any():
+        return None
+    return replace(grid, scales=scales)
 
 
 def _is_turned(name: str, recipe: Recipe) -> bool:

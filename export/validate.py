@@ -9,12 +9,22 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from specedge.bundle import Bundle, changed_files, open_bundle
-from specedge.errors import SpecedgeError
+from specedge.errors import SpecedgeError, UsageError
 from specedge.export.checkpoint import Checkpoint, load_quietly, open_checkpoint
 from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
-from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, GroupError, Meter, Quality, Report, mean_kl
+from specedge.export.report import (
+    ACTIVATION_KL_LIMIT,
+    LOGITS_LIMIT,
+    Check,
+    DeviceAgreement,
+    GroupError,
+    Meter,
+    Quality,
+    Report,
+    mean_kl,
+)
 from specedge.export.self_text import Document
-from specedge.export.validate_device import compare_device, compare_layers, cpu_twin
+from specedge.export.validate_device import compare_device, compare_layers, cpu_twin, device_checks
 from specedge.export.validate_eagle import check_eagle
 from specedge.export.validate_heads import check_medusa, check_unrolled
 from specedge.export.validate_weights import compare_model, load_stored
@@ -60,6 +70,8 @@ def validate(
     rows = rows_of(bundle, device, draft_device)
     emulated = [row.name for row in dict.fromkeys(rows) if find_provider(row).emulated]
     device, draft_device = (cpu_twin(row).name if row.name in emulated else row.name for row in rows)
+    if layers and not rows[0].plugin:
+        raise UsageError(f"--layers: compares a plug-in with the CPU, and {rows[0].name} is the CPU; leave it out")
     engine = load(path, device, draft_device)
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = [f"{name} is emulated here: greedy ids are the CPU's, of the same graphs" for name in emulated]
@@ -82,11 +94,11 @@ def validate(
     groups = of_target.groups + groups
     checks += check_unrolled(engine, text)
     if draft_reference and "medusa" in bundle.manifest.heads:
-        of_heads = check_medusa(load(path, device, draft_device, "medusa"), draft_reference, model, text)
+        of_heads = check_medusa(load(path, device, rows[1].name, "medusa"), draft_reference, model, text)
         checks += of_heads.checks
         groups += of_heads.groups
     if draft_reference and "eagle" in bundle.manifest.roles:
-        of_heads, said = check_eagle(engine, draft_reference, source, model, text)
+        of_heads, said = check_eagle(load(path, device, rows[1].name, "eagle"), draft_reference, source, model, text)
         checks += of_heads.checks
         groups += of_heads.groups
         notes += said
@@ -109,13 +121,12 @@ def validate(
     if not quantised:
         checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * of_target.logits_max_abs))
     greedy = _check_drafters(path, (device, draft_device), requests, tokens, _Ties(2 * agreement, tree_tie), progress)
-    devices = [
-        found
-        for role, row in zip(("target", "draft"), rows, strict=True)
-        if row.plugin and role in bundle.manifest.roles
-        for found in compare_device(bundle, role, row, text, progress)
-    ]
-    checks += [check for found in devices for check in found.checks(quantised)]
+    devices: list[DeviceAgreement] = []
+    for role, row in zip(("target", "draft"), rows, strict=True):
+        if row.plugin and role in bundle.manifest.roles:
+            found = compare_device(bundle, role, row, text, progress)
+            checks += [check for one in found for check in device_checks(one, bundle.role(role).quantised)]
+            devices += found
     noise = compare_layers(bundle, "target", source, rows[0], text) if layers else []
     compared = sum(found.tokens for _, found in greedy)
     different = sum(found.near_ties + (found.mismatch is not None) for _, found in greedy)

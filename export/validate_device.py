@@ -1,5 +1,6 @@
 """Does another provider compute what the CPU makes of the same graphs? Logits, KV columns, and layer by layer."""
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -16,12 +17,12 @@ from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.compose import step
 from specedge.export.lower import lower
-from specedge.export.report import DeviceAgreement, LayerNoise, Logits, log_softmax
+from specedge.export.report import Check, DeviceAgreement, LayerNoise, Logits, log_softmax
 from specedge.export.request import Request
 from specedge.export.roles import Place, delta_body, layout_of
 from specedge.export.rotated import rotate
 from specedge.progress import Progress, silent
-from specedge.runtime.agreement import walk
+from specedge.runtime.agreement import TOKENS_PER_NEAR_TIE, walk
 from specedge.runtime.delta import DeltaSequence
 from specedge.runtime.embedding import Embedding
 from specedge.runtime.model import Model
@@ -30,6 +31,10 @@ from specedge.runtime.rope import rope_tables
 from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.session import Session
 
+_MEAN = {True: 1e-3, False: 1e-4}  # of 1 - cosine over rows, for quantised and for float weights
+_WORST = 1e-2  # of one row
+_TOP1 = 0.03  # share of rows with another best token
+_KL, _KV = 0.01, 0.05  # nats; largest difference over a buffer's largest value
 _NEAR_TIE = 0.1  # of the CPU's two best logits
 _ROWS = 64  # of text
 _STEPS = 4  # of every narrow width, where steps are emulated
@@ -55,6 +60,18 @@ def compare_device(bundle: Bundle, role: str, device: Device, text: Sequence[int
         found.append(_agreement(f"{role} width {width}", expected, logits, _kv_error(here, there, count)))
         progress(f"validate: {role} on {device.name}", done, len(widths))
     return found
+
+
+def device_checks(found: DeviceAgreement, quantised: bool) -> list[Check]:
+    """The numbers with their limits; near-ties count only beyond their rate."""
+    differs = found.top1_differs - min(found.near_ties, -(-found.rows // TOKENS_PER_NEAR_TIE))
+    return [
+        Check("device_cosine_loss", found.graph, 1 - found.cosine_mean, _MEAN[quantised]),
+        Check("device_cosine_loss_worst", found.graph, 1 - found.cosine_min, _WORST),
+        Check("device_kl", found.graph, found.kl_mean, _KL),
+        Check("device_top1_differs", found.graph, differs / found.rows, _TOP1),
+        Check("device_kv_error", found.graph, found.kv_error, _KV),
+    ]
 
 
 def _agreement(graph: str, expected: Logits, found: Logits, kv_error: float) -> DeviceAgreement:
@@ -87,12 +104,14 @@ def _kv_error(here: ModelSequence, there: ModelSequence, rows: int) -> float:
 
 
 def compare_layers(bundle: Bundle, role: str, checkpoint: Checkpoint, device: Device, text: Sequence[int]) -> list[LayerNoise]:
-    """The signal-to-noise ratio of every residual stream in decibels, over the third step of a text.
+    """The signal-to-noise ratio of every residual stream in decibels, over the third step of a text (or the last that fits).
 
     The graph is written anew with all streams as an output, beside the weight file for as long as that takes.
     """
     record = bundle.role(role)
-    width = min(graph.width for graph in record.graphs if graph.width and graph.width > 1)
+    widths = sorted(graph.width for graph in record.graphs if graph.width)
+    width = next((one for one in widths if one > 1), widths[0])
+    steps = min(3, record.context // width)
     config = checkpoint.config if record.rotation is None else rotate(checkpoint, checkpoint.config, record.rotation).config
     taps = tuple(range(config.layers + 1))
     place = Place(bundle.path, device, record.context, Request("", bundle.path), silent)
@@ -108,17 +127,21 @@ def compare_layers(bundle: Bundle, role: str, checkpoint: Checkpoint, device: De
         for row in (cpu_twin(device), device):
             session = Session(path, graph, row)
             sequence = DeltaSequence(tapped, rope_tables(record), {width: session}, Embedding.needed(bundle, role))
-            walk(sequence, text[: 3 * width], width)
+            walk(sequence, text[: steps * width], width)
             streams.append(sequence.hidden(range(width)).reshape(width, len(taps), -1))
     except OSError as error:
         raise SpecedgeError(f"{path}: cannot be written ({error.strerror}); --layers needs a bundle that can be") from error
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
     here, there = streams
     return [LayerNoise(block, _decibels(here[:, block], there[:, block])) for block in taps]
 
 
 def _decibels(signal: npt.NDArray[np.float32], found: npt.NDArray[np.float32]) -> float:
-    noise = float(np.square(signal - found, dtype=np.float64).sum())
+    """Infinity where nothing differs, minus infinity where something is not finite."""
+    noise = float(np.square(signal.astype(np.float64) - found).sum())
     power = float(np.square(signal, dtype=np.float64).sum())
-    return 10 * math.log10(power / noise) if power and noise else math.inf if not noise else -math.inf
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(power / noise) if power and math.isfinite(power) and math.isfinite(noise) else -math.inf

@@ -124,7 +124,10 @@ def generate_command(
     result = stream.result()
     if stats:
         _show_stats(result, not plain, engine)
-    results = {"ids": result.ids, "text": result.text, "finish_reason": result.finish_reason, "stats": result.stats.as_dict()}
+    counts = result.stats.as_dict()
+    if engine.emulated:
+        counts = {name: None if "second" in name else value for name, value in counts.items()}
+    results = {"ids": result.ids, "text": result.text, "finish_reason": result.finish_reason, "stats": counts}
     of_providers = {"emulated": list(engine.emulated), "nodes": engine.nodes} if engine.nodes else {}
     output.json(results | of_providers | ({"logprobs": result.log_probabilities} if logprobs else {}))
 

@@ -34,7 +34,6 @@ def describe(device: Device, found: Provider | str) -> dict[str, object]:
     """The keys of the JSON contract (docs/contract.md) for one row; `emulated` names the SoC that is."""
     provider = None if isinstance(found, str) else found
     emulated = provider.soc.name if provider and provider.soc else None
-    numbers = "numbers in the emulator, times of nothing" if emulated else "numbers and times"
     return {
         "available": provider is not None,
         "reason": found if isinstance(found, str) else None,
@@ -44,7 +43,7 @@ def describe(device: Device, found: Provider | str) -> dict[str, object]:
         "int4": device.int4,
         "widths": list(device.default_widths),
         "emulated": emulated,
-        "verified_by": numbers if provider else "nothing here",
+        "verified_by": device.verified,
     }
 
 

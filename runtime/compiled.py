@@ -1,20 +1,18 @@
 """Graphs compiled ahead of time for an NPU: contexts in the bundle, never used once anything they rest on changed."""
 
-import contextlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specedge.bundle import Bundle, build_record, sha256
+from specedge.bundle import Bundle, build_record, changed_files, resolve, sha256
 from specedge.devices.device import Device, Soc
 from specedge.errors import SpecedgeError, UsageError
+from specedge.folders import new_folder
 from specedge.manifest import File, Graph
 from specedge.progress import Progress
+from specedge.runtime.compiler import compile_graphs
 from specedge.runtime.probe import Provider, find_provider
-from specedge.runtime.session import VERSION, Session, write_contexts
+from specedge.runtime.session import VERSION, Session
 
 _SCHEMA = 1
 _FOLDER, _RECORD = "compiled", "manifest.json"
@@ -50,7 +48,8 @@ def compile_bundle(bundle: Bundle, device: Device, soc: str | None, progress: Pr
     whole or not at all.
 
     Raises:
-        SpecedgeError: A node is left to the CPU (all are listed, with reasons), or the provider is not here.
+        SpecedgeError: A node is left to the CPU (all are listed, with reasons), the provider is not here, a file of the
+            bundle is not what its manifest says.
     """
     if device.plugin is None:
         raise UsageError(f"device {device.name!r}: runs its graphs as they are, there is nothing to compile")
@@ -60,31 +59,62 @@ def compile_bundle(bundle: Bundle, device: Device, soc: str | None, progress: Pr
         raise SpecedgeError(
             f"{bundle.path}: made for {made.device}, its drafter for {made.draft_device}; convert with --device {device.name}"
         )
+    if soc is None and not find_provider(device).emulated:
+        raise UsageError(f"soc: say which chip this is; one of {', '.join(one.name for one in device.plugin.socs)}")
     provider = find_provider(device, soc or device.plugin.socs[0].name)
     assert provider.soc is not None
+    if changed := changed_files(bundle):
+        raise SpecedgeError(f"{bundle.file(changed[0])}: is not what the manifest says; copy the bundle again or convert anew")
     place = _place(bundle, device, provider.soc)
-    known = _read(place)
-    if known and not why_stale(bundle, known, provider) and _is_whole(place, known):
+    if known := _fresh(bundle, place, provider):
         return known
-    done, total = 0, sum(len(group) for group in groups.values())
-    progress(f"compile for {provider.soc.name}", 0, total)
-    with _replaced(place) as folder:
-        graphs: dict[str, str] = {}
-        for name, group in groups.items():
-            (folder / name).mkdir()
-            paths = {bundle.file(graph.file): folder / name / f"{Path(graph.file).stem}.onnx" for graph in group}
-            for _ in write_contexts(paths, provider):
-                done += 1
-                progress(f"compile for {provider.soc.name}", done, total)
-            graphs |= {graph.file: f"{name}/{Path(graph.file).stem}.onnx" for graph in group}
-        files = {
-            path.relative_to(folder).as_posix(): File(path.stat().st_size, sha256(path))
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        record = Compiled(_key(bundle, provider, groups), graphs, files)
-        (folder / _RECORD).write_text(json.dumps(asdict(record), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    try:
+        with new_folder(place, force=True) as folder:
+            record = _compile(bundle, groups, provider, folder, progress)
+    except SpecedgeError:
+        if known := _fresh(bundle, place, provider):  # another process was quicker
+            return known
+        raise
     return record
+
+
+def _compile(bundle: Bundle, groups: dict[str, list[Graph]], provider: Provider, folder: Path, progress: Progress) -> Compiled:
+    """Fill a folder."""
+    assert provider.soc is not None
+    task, done, total = f"compile for {provider.soc.name}", 0, sum(len(group) for group in groups.values())
+    progress(task, 0, total)
+    graphs: dict[str, str] = {}
+    for name, group in groups.items():
+        (folder / name).mkdir()
+        contexts = {graph.file: f"{name}/{Path(graph.file).stem}.onnx" for graph in group}
+        paths = {bundle.file(graph).resolve(): folder / context for graph, context in contexts.items()}
+        for _ in compile_graphs(paths, provider.device, provider.soc.name):
+            done += 1
+            progress(task, done, total)
+        graphs |= contexts
+    files = {
+        path.relative_to(folder).as_posix(): File(path.stat().st_size, sha256(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    record = Compiled(_key(bundle, provider, groups), graphs, files)
+    (folder / _RECORD).write_text(json.dumps(asdict(record), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return record
+
+
+def _fresh(bundle: Bundle, place: Path, provider: Provider) -> Compiled | None:
+    """Contexts that need not be made anew."""
+    try:
+        record = _read(place)
+    except SpecedgeError:
+        return None
+    if record is None or why_stale(bundle, record, provider):
+        return None
+    whole = all(
+        (place / name).is_file() and (place / name).stat().st_size == file.bytes and sha256(place / name) == file.sha256
+        for name, file in record.files.items()
+    )
+    return record if whole else None
 
 
 def read_compiled(bundle: Bundle, device: Device) -> dict[str, Compiled]:
@@ -116,20 +146,31 @@ def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None
     An emulator cannot load contexts, so there it is always the graph.
 
     Raises:
-        SpecedgeError: There is a context, and it was made of something else than what is here.
+        SpecedgeError: There is a context, and it was made of something else than what is here, or is damaged; or there are
+            contexts for several chips, and nothing says which this one is.
     """
-    if device.plugin is None:
+    if device.plugin is None or (provider := find_provider(device)).emulated:
         return Session(bundle.file(graph.file), graph, device, threads)
-    provider = find_provider(device)
-    if not provider.emulated:
-        for soc, record in read_compiled(bundle, device).items():
+    found = read_compiled(bundle, device)
+    if len(found) > 1:
+        raise SpecedgeError(f"{bundle.path / _FOLDER / device.name}: for {', '.join(found)}; leave the one of this device")
+    for soc, record in found.items():
+        if graph.file in record.graphs:
             place = _place(bundle, device, device.plugin.soc(soc))
-            if reason := why_stale(bundle, record, provider):
-                raise SpecedgeError(
-                    f"{place}: {reason}; spec-export compile {bundle.path} --device {device.name} --soc {soc}, or remove it"
-                )
-            return Session(place / record.graphs[graph.file], graph, device, threads, context=True)
+            if reason := why_stale(bundle, record, provider) or _damage(place, record):
+                remedy = f"spec-export compile {bundle.path} --device {device.name} --soc {soc}"
+                raise SpecedgeError(f"{place}: {reason}; {remedy}, or remove it")
+            return Session(resolve(place, record.graphs[graph.file]), graph, device, threads, context=True)
     return Session(bundle.file(graph.file), graph, device, threads)
+
+
+def _damage(place: Path, record: Compiled) -> str | None:
+    """A file that is not there whole."""
+    for name, file in record.files.items():
+        path = resolve(place, name)
+        if not path.is_file() or path.stat().st_size != file.bytes:
+            return f"{name} is not whole"
+    return None
 
 
 def _groups(bundle: Bundle, device: Device) -> dict[str, list[Graph]]:
@@ -167,39 +208,16 @@ def _place(bundle: Bundle, device: Device, soc: Soc) -> Path:
 
 
 def _read(place: Path) -> Compiled | None:
-    """The record of a folder; None where there is none that can be read."""
-    try:
-        record: Compiled = build_record(Compiled, json.loads((place / _RECORD).read_text(encoding="utf-8")), str(place))
-    except (OSError, RecursionError, ValueError, SpecedgeError):
+    """The record of a folder; None where there is none.
+
+    Raises:
+        SpecedgeError: It cannot be read.
+    """
+    if not (place / _RECORD).exists():
         return None
-    return record
-
-
-def _is_whole(place: Path, record: Compiled) -> bool:
-    return all(
-        (place / name).is_file() and (place / name).stat().st_size == file.bytes and sha256(place / name) == file.sha256
-        for name, file in record.files.items()
-    )
-
-
-@contextlib.contextmanager
-def _replaced(place: Path) -> Iterator[Path]:
-    """A folder that takes the place of another when the block succeeds; of two at once, one stays."""
-    partial = place.with_name(f".{place.name}.partial-{os.getpid()}")
-    old = place.with_name(f".{place.name}.old-{os.getpid()}")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        with contextlib.suppress(FileNotFoundError):
-            place.rename(old)
-        try:
-            partial.rename(place)
-        except OSError:
-            if not place.exists():
-                raise  # else another process was quicker
-    except OSError as error:
-        raise SpecedgeError(f"{place}: was not written ({error}); nothing is left behind") from error
-    finally:
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        data = json.loads((place / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError) as error:
+        raise SpecedgeError(f"{place / _RECORD}: cannot be read ({error}); remove {place} or compile again") from error
+    record: Compiled = build_record(Compiled, data, str(place / _RECORD))
+    return record

@@ -88,8 +88,8 @@ class DeltaSequence(Sequence):
         step.bias[0, 0, :rows, self.length - old : self.length] = mask[:, :old]
         step.bias[0, 0, :rows, context : context + rows] = mask[:, old:]
         self._timed_run(step.binding)
-        step.pieces.join()
-        return step.logits[0, rows - len(wanted) : rows].astype(np.float32, copy=False)
+        asked = slice(rows - len(wanted), rows)
+        return step.pieces.join(asked)[0, asked].astype(np.float32, copy=False)
 
     def _hidden_rows(self) -> Array:
         rows: Array = self._last.hidden[0]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from specedge.manifest import Graph, Role
 from specedge.runtime.cache import KVCache
 from specedge.runtime.embedding import Embedding
+from specedge.runtime.pieces import Pieces
 from specedge.runtime.session import Session
 
 Array = npt.NDArray[np.generic]
@@ -39,6 +40,7 @@ class DeltaGraph:
         self._embedding = embedding
         self._binding = session.bind()
         self._outputs: dict[str, Array] = {}
+        self._logits: Pieces | None = None
         self._graph = graph
         for name, buffer in cache.buffers():
             self._binding.input(f"past_{name}", buffer)
@@ -75,17 +77,22 @@ class DeltaGraph:
         start = time.perf_counter()
         self._binding.run()
         self.seconds += time.perf_counter() - start
-        pieces = self._graph.pieces("logits")
-        if len(pieces) > 1:
-            self._outputs["logits"] = np.concatenate([self._outputs[piece.name] for piece in pieces], -1)
+        if self._logits:
+            self._outputs["logits"] = self._logits.join()
         return self._outputs
 
     def _bind_outputs(self, text: int, total: int) -> None:
-        for spec in self._graph.outputs:
+        pieces = self._graph.pieces("logits")
+        cut = {piece.name for piece in pieces} if len(pieces) > 1 else set()
+        for spec in (spec for spec in self._graph.outputs if spec.name not in cut):
             shape = [size if isinstance(size, int) else text if size == "T" else total for size in spec.shape]
             if spec.name not in self._outputs or self._outputs[spec.name].shape != tuple(shape):
                 self._outputs[spec.name] = np.zeros(shape, spec.dtype)
                 self._binding.output(spec.name, self._outputs[spec.name])
+        whole = self._graph.output("logits") if cut and not self._logits else None
+        if whole:
+            array = np.zeros([int(size) for size in whole.shape], whole.dtype)
+            self._logits = Pieces(self._binding, self._graph, "logits", array)
 
 
 def _padded(array: Array, rows: int) -> Array:

@@ -12,6 +12,9 @@ from specedge.manifest import EMBEDDING, Extent
 Array = npt.NDArray[np.generic]
 
 
+INPUT = "input_embeds"
+
+
 class Embedding:
     """A role's embedding, or the target's where a draft head has none; quantised rows are dequantised as they are read."""
 
@@ -26,15 +29,35 @@ class Embedding:
         if not found:
             raise SpecedgeError(f"{bundle.path}: {role_name} has no {EMBEDDING} to feed its graphs with; convert again")
         weight, file = found[0]
-        self.size = weight.shape[1]
+        fed = next((spec.shape[-1] for spec in role.graphs[0].inputs if spec.name == INPUT), weight.shape[-1])
+        self.size = int(fed)
         self._bits, self._dtype = 4 if weight.scheme.startswith("int4") else 8, role.kv.dtype
         self._parts = {name: _map(bundle, file, extent) for name, extent in weight.parts.items()}
+        wanted = (role.vocab_size if role_name != "eagle" else bundle.role("target").vocab_size, self.size)
+        if weight.shape != wanted or not self._fits(*wanted):
+            raise SpecedgeError(
+                f"{bundle.path}: {EMBEDDING} is stored as {weight.shape} {weight.scheme}, expected {wanted}; convert again"
+            )
+
+    def _fits(self, rows: int, columns: int) -> bool:
+        """Whether the parts are those of such a matrix."""
+        shapes = {name: part.shape for name, part in self._parts.items()}
+        if "values" in shapes:
+            return shapes["values"] == (rows, columns)
+        codes = shapes.get("codes", ())
+        if len(codes) != 3 or codes[2] == 0:
+            return False
+        block, per_block = codes[2] * 8 // self._bits, (rows, codes[1])
+        known = {"codes": (rows, *codes[1:]), "zero_points": (rows, -(-codes[1] * self._bits // 8))}
+        known |= dict.fromkeys(("scales", "offsets", "minima"), per_block)
+        fits = all(known.get(name) == shape for name, shape in shapes.items())
+        return fits and "scales" in shapes and codes[1] == -(-columns // block)
 
     @classmethod
     def needed(cls, bundle: Bundle, role_name: str) -> "Embedding | None":
         """The embedding, if the role's graphs do not look ids up themselves."""
         graphs = bundle.role(role_name).graphs
-        return cls(bundle, role_name) if any(spec.name == "input_embeds" for spec in graphs[0].inputs) else None
+        return cls(bundle, role_name) if any(spec.name == INPUT for spec in graphs[0].inputs) else None
 
     def rows(self, ids: Sequence[int]) -> Array:
         """[len(ids), H] in the type that the role's graphs compute in."""

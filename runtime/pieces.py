@@ -23,8 +23,8 @@ class Pieces:
             self._buffers.append(np.zeros((*array.shape[:-1], int(spec.shape[-1])), array.dtype))
             binding.output(spec.name, self._buffers[-1])
 
-    def join(self) -> Array:
-        """The array, with what the last run gave."""
+    def join(self, rows: slice = slice(None)) -> Array:
+        """The array, with these rows (of the last dimension but one) of what the last run gave."""
         if self._buffers:
-            np.concatenate(self._buffers, axis=-1, out=self._array)
+            np.concatenate([buffer[..., rows, :] for buffer in self._buffers], axis=-1, out=self._array[..., rows, :])
         return self._array

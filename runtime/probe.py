@@ -9,7 +9,6 @@ from typing import Any
 import onnxruntime as ort
 
 from specedge.devices.device import Device, Options, Plugin, Soc
-from specedge.devices.table import DEVICES
 from specedge.errors import SpecedgeError, UsageError
 
 _registering = threading.Lock()
@@ -90,18 +89,18 @@ def probe(device: Device) -> Provider | str:
         return str(error)
 
 
-def probe_all() -> dict[str, Provider | str]:
-    """The same of every row."""
-    return {name: probe(device) for name, device in DEVICES.items()}
-
-
 def _devices(provider: str) -> tuple[Any, ...]:
-    return tuple(found for found in ort.get_ep_devices() if found.ep_name == provider)
+    """The NPUs of a plug-in; where onnxruntime lists none of a kind of its own, what it does list."""
+    found = tuple(one for one in ort.get_ep_devices() if one.ep_name == provider)
+    return tuple(one for one in found if one.device.type == ort.OrtHardwareDeviceType.NPU) or found
 
 
 def _sdk(plugin: Plugin) -> str:
     module, _, attribute = plugin.sdk.rpartition(".")
-    return str(getattr(importlib.import_module(f"{plugin.package}.{module}"), attribute))
+    try:
+        return str(getattr(importlib.import_module(f"{plugin.package}.{module}"), attribute))
+    except (ImportError, AttributeError):
+        return "unknown"
 
 
 def _soc(name: str, plugin: Plugin, soc: str | None) -> Soc | None:

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -60,7 +61,8 @@ class Session:
                 raise SpecedgeError(f"{prepared}: could not be written ({first_line(error)})") from error
             if left := nodes_left(path, provider):
                 raise SpecedgeError(f"{path}: {device.provider} leaves to the CPU {', '.join(left)}; {_ALLOW}") from error
-            raise SpecedgeError(f"{path}: onnxruntime cannot open it ({first_line(error)}); convert again") from error
+            again = "compile" if context else "convert"
+            raise SpecedgeError(f"{path}: onnxruntime cannot open it ({first_line(error)}); {again} again") from error
         if self._session.get_providers()[0] != device.provider:
             raise SpecedgeError(f"device {device.name!r}: onnxruntime fell back to {self._session.get_providers()}")
         for kind, found, expected in (
@@ -114,7 +116,7 @@ def open_session(
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     options.add_session_config_entry(_RECORD, "1")
     options.add_provider_for_devices(list(provider.devices), provider.options(more, **values))
-    with _stdout_aside():
+    with _stdout_aside() if provider.emulated else contextlib.nullcontext():
         return ort.InferenceSession(str(path), options)
 
 
@@ -147,9 +149,9 @@ def write_contexts(paths: Mapping[Path, Path], provider: Provider) -> Iterator[P
 
 
 def nodes_left(path: Path, provider: Provider) -> list[str]:
-    """What a plug-in leaves to the CPU of a graph, each node with its operator and the reason, if the plug-in tells it."""
+    """What a plug-in leaves to the CPU of a graph that must run on it as a whole, with reasons if the plug-in tells them."""
     plugin = provider.device.plugin
-    if plugin is None:
+    if plugin is None or not provider.device.whole:
         return []
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -159,16 +161,23 @@ def nodes_left(path: Path, provider: Provider) -> list[str]:
             session = open_session(path, options, free, plugin.diagnosis, folder=folder)
         except Exception:  # the graph is damaged: the first error says how
             return []
-        reasons: dict[str, str] = {}
-        for file in Path(folder).glob("*.json"):
-            listed = json.loads(file.read_text(encoding="utf-8")).get("unsupported_nodes", ())
-            reasons |= {node["node_name"]: node["reason"] for node in listed}
+        reasons = _reasons(Path(folder))
         return [
             f"{node.name} ({reasons.get(node.name, node.op_type)})"
             for part in session.get_provider_graph_assignment_info()
             if part.ep_name != provider.device.provider
             for node in part.get_nodes()
         ]
+
+
+def _reasons(folder: Path) -> dict[str, str]:
+    """Why nodes were not taken, by name, as far as the plug-in's trace can be read."""
+    found: dict[str, str] = {}
+    for file in folder.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            listed = json.loads(file.read_text(encoding="utf-8")).get("unsupported_nodes", ())
+            found |= {node["node_name"]: node["reason"] for node in listed}
+    return found
 
 
 def _count_nodes(session: ort.InferenceSession) -> dict[str, int]:
@@ -180,18 +189,27 @@ def _count_nodes(session: ort.InferenceSession) -> dict[str, int]:
     return dict(counts)
 
 
+_printing = threading.RLock()
+
+
 @contextlib.contextmanager
 def _stdout_aside() -> Iterator[None]:
-    """What libraries print while they compile is dropped: standard output is for text and JSON."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+    """What an emulator prints when it starts is dropped: standard output is for text and JSON."""
+    with _printing:
+        try:
+            kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        except OSError:  # standard output is closed
+            yield
+            return
+        try:
+            if sys.stdout:
+                sys.stdout.flush()
+            os.dup2(nowhere, 1)
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+            os.close(nowhere)
 
 
 def _options(device: Device, threads: int | None) -> ort.SessionOptions:

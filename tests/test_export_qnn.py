@@ -12,10 +12,11 @@ from bundles import Models, graphs, make, stored
 from eagles import Chains
 from specedge.bundle import open_bundle
 from specedge.devices.table import DEVICES, get_device
-from specedge.errors import UsageError
+from specedge.errors import SpecedgeError, UsageError
 from specedge.export.report import mean_kl
 from specedge.export.validate import validate
 from specedge.export.weights import read_float32
+from specedge.manifest import Graph, TensorSpec
 from specedge.quant.scheme import Scheme
 from specedge.runtime import Sampling, TreeShape, load
 from specedge.runtime.agreement import walk
@@ -73,7 +74,7 @@ def test_graphs_hold_only_what_the_npu_takes(models: Models, form: str, tmp_path
         for node in model.graph.node:
             attributes = {attribute.name: attribute.i for attribute in node.attribute}
             if node.op_type == "MatMulNBits":
-                assert attributes["K"] % attributes["block_size"] == 0 and len(node.input) == 3
+                assert attributes["K"] % attributes["block_size"] == 0
             if node.op_type == "RMSNormalization":
                 assert ranks.get(node.input[0], 3) == 3  # of rank 4 it is miscomputed
 
@@ -182,3 +183,40 @@ def test_the_host_reads_the_rows_that_are_stored(models: Models, head: Any, tmp_
     found: Array = embedding.rows(range(128))
     assert found.dtype == np.float16 and found.shape == (128, 40)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("lie", ["scales", "scheme", "shape", "rows"])
+def test_an_embedding_that_is_no_matrix_is_refused(models: Models, lie: str, tmp_path: Path) -> None:
+    bundle = open_bundle(make(models()[0], tmp_path / "bundle", device="qnn", **INT4))
+    role = bundle.role("target")
+    weight = next(weight for weight in role.weights if weight.name == "embed_tokens.weight")
+    scales, codes = weight.parts["scales"], weight.parts["codes"]
+    changes: dict[str, dict[str, Any]] = {
+        "scales": {"parts": weight.parts | {"scales": dataclasses.replace(scales, shape=(128, 1), bytes=256)}},
+        "scheme": {"scheme": "int4/32"},
+        "shape": {"shape": (128, 32)},
+        "rows": {"parts": weight.parts | {"codes": dataclasses.replace(codes, shape=(10, *codes.shape[1:]), bytes=640)}},
+    }
+    others = tuple(dataclasses.replace(one, **changes[lie]) if one is weight else one for one in role.weights)
+    lying = dataclasses.replace(bundle.manifest, roles={"target": dataclasses.replace(role, weights=others)})
+    with pytest.raises(SpecedgeError, match=r"embed_tokens.weight is stored as .* expected \(128, 64\)"):
+        Embedding(dataclasses.replace(bundle, manifest=lying), "target")
+
+
+def test_heads_beside_a_float32_target_are_not_for_the_npu(models: Models, tmp_path: Path) -> None:
+    heads = random_heads(tmp_path / "heads", True, 128)
+    with pytest.raises(UsageError, match="draft device 'qnn': computes in float16, and heads in the target's float32"):
+        make(models()[0], tmp_path / "bundle", device="cpu-static", draft_device="qnn", medusa=str(heads), **INT4)
+
+
+def test_pieces_are_all_there_or_none() -> None:
+    def graph(*names: str, columns: int | str = 4) -> Graph:
+        outputs = tuple(TensorSpec(name, "float16", (1, 2, columns)) for name in names)
+        return Graph("x.onnx", 2, (), outputs, {})
+
+    whole = graph("logits_0", "logits_1").output("logits")
+    assert whole is not None and whole.shape == (1, 2, 8)
+    assert graph("logits_0", "logits_2").output("logits") is None
+    assert graph("logits_0", "logits_1", columns="V").output("logits") is None
+    assert graph("new_key_0", "new_key_1").output("new_key") is None  # layers, not pieces
+    assert graph().output("logits") is None

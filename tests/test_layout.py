@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "progress": set(),
     "cachedir": {"errors"},
+    "folders": {"errors"},
     "manifest": set(),
     "manifest_checks": {"errors", "manifest"},
     "bundle": {"errors", "manifest", "manifest_checks"},
@@ -26,13 +27,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reports": {"bundle", "cachedir"},
     "devices": {"errors", "manifest", "bundle"},
     "quant": {"errors", "manifest", "bundle", "devices"},
-    "export": {"errors", "progress", "cachedir", "manifest", "bundle", "tokenizer", "reports", "devices", "quant"},
-    "runtime": {"errors", "progress", "cachedir", "manifest", "bundle", "tokenizer", "reports", "devices"},
+    "export": {"errors", "progress", "cachedir", "folders", "manifest", "bundle", "tokenizer", "reports", "devices", "quant"},
+    "runtime": {"errors", "progress", "cachedir", "folders", "manifest", "bundle", "tokenizer", "reports", "devices"},
 }
 # those of export that run bundles
 PROVERS = {
     f"specedge/export/{name}.py"
-    for name in ("cli", "quality", "validate", "validate_eagle", "validate_heads", "validate_weights")
+    for name in ("cli", "quality", "validate", "validate_device", "validate_eagle", "validate_heads", "validate_weights")
 }
 
 

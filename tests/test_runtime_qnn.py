@@ -1,5 +1,6 @@
 """Qualcomm's NPU as its compiler emulates it: the same text as on the CPU, contexts ahead of time, and no silent CPU."""
 
+import contextlib
 import dataclasses
 import json
 import platform
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 import tiny
@@ -174,7 +176,7 @@ def test_a_node_left_to_the_cpu_is_an_error_with_its_reason(models: Models, tmp_
     made = dataclasses.replace(bundle.manifest, device="qnn", draft_device="qnn")
     with pytest.raises(SpecedgeError, match=r"leaves to the CPU .*GatherBlockQuantized: GPU backend only"):
         compile_bundle(Bundle(path, made), QNN, None, silent)
-    assert not (path / "compiled" / "qnn" / "SM8650").exists() and not [*path.rglob("*partial*")]
+    assert [*(path / "compiled" / "qnn").iterdir()] == []
 
 
 def test_a_provider_that_is_not_here_is_named(path: Path) -> None:  # B65
@@ -265,40 +267,97 @@ def test_two_at_once_both_succeed(fresh: Bundle) -> None:  # B66, 5
     assert compiled(fresh).files and {entry.name for entry in place(fresh).parent.iterdir()} == {"SM8650"}
 
 
-def test_the_device_itself_takes_contexts_or_refuses_them(fresh: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a machine without the NPU can tell: which file is opened, with which options; stale ones are refused."""
-    record = compiled(fresh)
+@pytest.fixture
+def on_the_chip(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, dict[str, str], str]]:
+    """A machine with the NPU, as far as can be told without: what its sessions would open, and with which options."""
     opened: list[tuple[Path, dict[str, str], str]] = []
-    import onnxruntime
-
-    class StoppedError(Exception):
-        pass
+    given: list[dict[str, str]] = []
 
     def session(path: str, options: Any, **_: Any) -> Any:
-        opened.append((Path(path), given[-1], options.get_session_config_entry("ep.share_ep_contexts")))
-        raise StoppedError
-
-    given: list[dict[str, str]] = []
-    add = onnxruntime.SessionOptions.add_provider_for_devices
-
-    def added(options: Any, devices: Any, values: dict[str, str]) -> None:
-        given.append(values)
+        shared = ""
+        with contextlib.suppress(RuntimeError):
+            shared = options.get_session_config_entry("ep.share_ep_contexts")
+        opened.append((Path(path), given[-1], shared))
+        raise RuntimeError("there is no NPU here")
 
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    graph = fresh.role("target").graphs[0]
-    with monkeypatch.context() as patch:
-        patch.setattr(onnxruntime, "InferenceSession", session)
-        patch.setattr(onnxruntime.SessionOptions, "add_provider_for_devices", added)
-        with pytest.raises(SpecedgeError):
-            open_graph(fresh, graph, QNN)
-    assert add is onnxruntime.SessionOptions.add_provider_for_devices
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    monkeypatch.setattr(
+        onnxruntime.SessionOptions, "add_provider_for_devices", lambda options, devices, values: given.append(values)
+    )
+    return opened
+
+
+def test_the_device_itself_opens_contexts(fresh: Bundle, request: pytest.FixtureRequest) -> None:
+    record, graph = compiled(fresh), fresh.role("target").graphs[0]
+    opened = request.getfixturevalue("on_the_chip")
+    with pytest.raises(SpecedgeError, match=r"there is no NPU here.*compile again"):
+        open_graph(fresh, graph, QNN)
     file, options, shared = opened[0]
     assert (file, shared) == (place(fresh) / record.graphs[graph.file], "1")
-    assert options["htp_performance_mode"] == "burst" and options["enable_htp_shared_memory_allocator"] == "1"
-    assert "soc_model" not in options
-    monkeypatch.setattr(onnxruntime_qnn, "__version__", "9.9")
-    with pytest.raises(SpecedgeError, match=r"provider was .*, is 9\.9; spec-export compile .* --device qnn --soc SM8650"):
-        open_graph(fresh, graph, QNN)
+    assert options["htp_performance_mode"] == "burst" and "soc_model" not in options
+    assert "soc: say which chip this is" in refused(2, "compile", fresh.path, "--device", "qnn")
+
+
+@pytest.mark.parametrize("how", ["stale", "cut", "unreadable", "outside", "several"])
+def test_contexts_that_do_not_fit_are_refused(
+    fresh: Bundle, how: str, request: pytest.FixtureRequest, monkeypatch: Any
+) -> None:
+    compiled(fresh)
+    said = {
+        "stale": r"provider was .*, is 9\.9",
+        "cut": "is not whole",
+        "unreadable": "cannot be read",
+        "outside": "leads outside",
+    }
+    if how == "several":
+        compiled(fresh, "SM8750")
+        said["several"] = "for SM8650, SM8750; leave the one of this device"
+    manifest = place(fresh) / "manifest.json"
+    if how == "stale":
+        monkeypatch.setattr(onnxruntime_qnn, "__version__", "9.9")
+    elif how == "cut":
+        next(place(fresh).rglob("*.bin")).write_bytes(b"x")
+    elif how == "unreadable":
+        manifest.write_text("{")
+    elif how == "outside":
+        data = json.loads(manifest.read_text())
+        data["graphs"] = dict.fromkeys(data["graphs"], "../../../../etc/hostname")
+        manifest.write_text(json.dumps(data))
+    opened = request.getfixturevalue("on_the_chip")
+    with pytest.raises(SpecedgeError, match=said[how]):
+        open_graph(fresh, fresh.role("target").graphs[0], QNN)
+    assert opened == []
+
+
+def test_a_graph_that_was_not_compiled_is_opened_itself(chains: Chains, request: pytest.FixtureRequest) -> None:
+    bundle = open_bundle(chains.path("draft", "qnn", "tree", one_call=None, draft_device="cpu-static", **FLOAT16))
+    compiled(bundle)
+    opened = request.getfixturevalue("on_the_chip")
+    graph = bundle.role("draft").graphs[0]
+    with pytest.raises(SpecedgeError, match="there is no NPU here"):
+        open_graph(bundle, graph, QNN)
+    assert opened[0][0] == bundle.file(graph.file)
+
+
+def test_a_compilation_that_fails_leaves_nothing_to_the_next(models: Models, fresh: Bundle, tmp_path: Path) -> None:
+    """What a provider shares between sessions, the chip included, ends with the process that compiled."""
+    broken = open_bundle(make(models()[0], tmp_path / "broken", device="cpu-static", **INT4))
+    made = dataclasses.replace(broken.manifest, device="qnn", draft_device="qnn")
+    with pytest.raises(SpecedgeError, match="GatherBlockQuantized"):
+        compile_bundle(Bundle(broken.path, made), QNN, "SM8650", silent)
+    compiled(fresh, "SM8750")
+    weights = next((fresh.path / "compiled" / "qnn" / "SM8750").rglob("*.bin")).read_bytes()
+    assert b"SM8750" in weights and b"SM8650" not in weights
+
+
+def test_changed_weights_are_not_compiled(fresh: Bundle) -> None:
+    compiled(fresh)
+    weights = fresh.file("target/weights.bin")
+    content = bytearray(weights.read_bytes())
+    content[100] ^= 255
+    weights.write_bytes(content)
+    assert "is not what the manifest says" in refused(1, "compile", fresh.path, "--device", "qnn")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class Bundle:
 
     def file(self, name: str) -> Path:
         """The path of one of the bundle's files; names and links that lead outside are refused."""
-        return _resolve(self.path, name)
+        return resolve(self.path, name)
 
     def role(self, name: str) -> Role:
         if name not in self.manifest.roles:
@@ -58,6 +58,15 @@ def open_bundle(path: str | Path) -> Bundle:
     return bundle
 
 
+def is_bundle(folder: Path) -> bool:
+    """Whether a folder was once written by a conversion, of whatever version."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and {"schema", "roles"} <= manifest.keys()
+
+
 def changed_files(bundle: Bundle) -> list[str]:
     """Names of the files whose SHA-256 is not the manifest's."""
     return [name for name, record in bundle.manifest.files.items() if sha256(bundle.file(name)) != record.sha256]
@@ -68,7 +77,8 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _resolve(folder: Path, name: str) -> Path:
+def resolve(folder: Path, name: str) -> Path:
+    """A file of a bundle's folder; names and links that lead outside are refused."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name or not name.isprintable():
         raise SpecedgeError(f"{folder / MANIFEST}: file name {name!r} leads outside the bundle; expected a relative name")

@@ -35,17 +35,22 @@ class Graph:
     def output(self, name: str) -> TensorSpec | None:
         """An output by its name, pieces of it put together."""
         pieces = self.pieces(name)
-        if not pieces:
+        if not pieces or len(pieces) == 1:
+            return pieces[0] if pieces else None
+        columns = [piece.shape[-1] for piece in pieces if isinstance(piece.shape[-1], int)]
+        alike = {(piece.dtype, piece.shape[:-1]) for piece in pieces}
+        if len(columns) < len(pieces) or len(alike) > 1:
             return None
-        first = pieces[0]
-        return TensorSpec(name, first.dtype, (*first.shape[:-1], sum(int(piece.shape[-1]) for piece in pieces)))
+        return TensorSpec(name, pieces[0].dtype, (*pieces[0].shape[:-1], sum(columns)))
 
     def pieces(self, name: str) -> list[TensorSpec]:
         """The outputs that hold `name`: itself, or its pieces in order."""
         found = {spec.name: spec for spec in self.outputs}
         if name in found:
             return [found[name]]
-        return [spec for index in range(len(found)) if (spec := found.get(f"{name}_{index}")) and name in PIECED]
+        count = sum(known.startswith(f"{name}_") for known in found) if name in PIECED else 0
+        pieces = [found.get(f"{name}_{index}") for index in range(count)]
+        return [piece for piece in pieces if piece] if all(pieces) else []
 
 
 @dataclass(frozen=True, slots=True)

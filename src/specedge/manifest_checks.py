@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from specedge.errors import SpecedgeError
 from specedge.manifest import VOCABULARY, Graph, Head, Manifest, Role, Weight, highest_rank, is_tree
 
+_WIDTHS = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4}  # bytes of an element of a weight
 Spec = tuple[str, tuple[int | str, ...]]  # dtype, shape
 
 
@@ -129,7 +130,12 @@ def _of_rotation(weight: Weight) -> bool:
 def _lies_in(weights: tuple[Weight, ...], file: str, manifest: Manifest) -> bool:
     parts = [part for weight in weights for part in weight.parts.values()]
     size = manifest.files[file].bytes if file in manifest.files else -1
-    return size >= 0 and all(part.offset >= 0 <= part.bytes <= size - part.offset for part in parts)
+    return size >= 0 and all(
+        part.offset >= 0 <= part.bytes <= size - part.offset
+        and _WIDTHS.get(part.dtype, -1) * math.prod(part.shape) == part.bytes
+        and min(part.shape, default=1) > 0
+        for part in parts
+    )
 
 
 def _inputs(graph: Graph) -> dict[str, Spec]:

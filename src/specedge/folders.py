@@ -1,29 +1,30 @@
-"""A bundle's folder: there whole or not at all, whatever ends the process."""
+"""A folder of results: there whole or not at all, whatever ends the process."""
 
 import contextlib
-import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from specedge import bundle as bundles
 from specedge.errors import SpecedgeError
 
 
 @contextlib.contextmanager
-def new_folder(output: Path, force: bool) -> Iterator[Path]:
-    """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails."""
+def new_folder(output: Path, force: bool, is_ours: Callable[[Path], bool] = Path.exists) -> Iterator[Path]:
+    """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails.
+
+    With `force` a folder that is there is replaced, if `is_ours` knows it as such results.
+    """
     output = output.resolve()  # a link stays a link
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         _sweep(output)
-        _check_free(output, force)
+        _check_free(output, force, is_ours)
         partial.mkdir()
         yield partial
-        _check_free(output, force)  # another conversion may have been quicker
+        _check_free(output, force, is_ours)  # another conversion may have been quicker
         if output.exists():
             output.rename(replaced)
         partial.rename(output)
@@ -36,24 +37,15 @@ def new_folder(output: Path, force: bool) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _check_free(output: Path, force: bool) -> None:
-    if output.exists() and not _is_bundle(output):
+def _check_free(output: Path, force: bool, is_ours: Callable[[Path], bool]) -> None:
+    if output.exists() and not is_ours(output):
         raise SpecedgeError(f"{output}: exists and is no bundle; --force replaces bundles only, choose another -o")
     if output.exists() and not force:
         raise SpecedgeError(f"{output}: exists already; choose another -o or add --force")
 
 
-def _is_bundle(folder: Path) -> bool:
-    """Whether a folder was once written by a conversion, of whatever version."""
-    try:
-        manifest = json.loads((folder / bundles.MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(manifest, dict) and {"schema", "roles"} <= manifest.keys()
-
-
 def _sweep(output: Path) -> None:
-    """Remove what a killed conversion to the same place left, and put back the bundle it was about to replace."""
+    """Remove what a killed process left of the same place, and put back the folder it was about to replace."""
     for leftover in output.parent.iterdir():
         name, _, owner = leftover.name.rpartition("-")
         ours = name in (f".{output.name}.partial", f".{output.name}.replaced") and owner.isdecimal()
