@@ -16,7 +16,7 @@ from specedge.export.recipe import Recipe
 from specedge.export.report import mean_kl
 from specedge.export.request import Request
 from specedge.progress import silent
-from specedge.runtime import load
+from specedge.runtime import Engine, load
 from specedge.runtime.agreement import walk
 from specedge.runtime.compiled import compile_bundle
 from specedge.runtime.probe import find_provider
@@ -45,6 +45,12 @@ def path(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.Te
     return convert(Request(model, place, device="qnn", widths=(1, 5), context=512, recipe=RECIPES[request.param])).path
 
 
+@pytest.fixture(scope="module")
+def engines(path: Path) -> tuple[Engine, Engine]:
+    """On the CPU and on the emulated NPU, where every width is compiled as it is opened."""
+    return load(path, "cpu-static"), load(path)
+
+
 def agreement(expected: Array, found: Array) -> tuple[Array, float]:
     """Cosines of the rows, and the share of them whose best token is the same but for near-ties."""
     cosines = (expected * found).sum(1) / np.linalg.norm(expected, axis=1) / np.linalg.norm(found, axis=1)
@@ -52,9 +58,9 @@ def agreement(expected: Array, found: Array) -> tuple[Array, float]:
     return cosines, float(((best == found.argmax(1)) | (two[:, 1] - two[:, 0] < 0.1)).mean())
 
 
-def test_logits_are_the_cpus(model: str, path: Path) -> None:
+def test_logits_are_the_cpus(model: str, path: Path, engines: tuple[Engine, Engine]) -> None:
     """64 positions in one chunk and some of them five and one at a time; against float32 no worse than the CPU's."""
-    here, there = load(path, "cpu-static"), load(path)
+    here, there = engines
     assert there.nodes.keys() == {"QNNExecutionProvider"} and here.tokenizer
     ids = here.tokenizer.encode(PROSE)[:ROWS]
     expected, found = walk(here.target, ids, ROWS), walk(there.target, ids, ROWS)
@@ -72,9 +78,8 @@ def test_logits_are_the_cpus(model: str, path: Path) -> None:
     assert lost[0] <= 1e-4  # the checkpoint's own grids, or its weights in float16
 
 
-def test_speculation_writes_what_the_cpu_writes(path: Path) -> None:
-    here, there = load(path, "cpu-static", drafter="lookup"), load(path, drafter="lookup")
-    results = [engine.generate([{"role": "user", "content": COPY}], max_new_tokens=12, gamma=4) for engine in (here, there)]
+def test_speculation_writes_what_the_cpu_writes(engines: tuple[Engine, Engine]) -> None:
+    results = [engine.generate([{"role": "user", "content": COPY}], max_new_tokens=12, gamma=4) for engine in engines]
     assert results[0].ids == results[1].ids and results[0].stats.per_round == results[1].stats.per_round
     assert results[1].stats.accepted > 0
 
