@@ -68,7 +68,8 @@ def test_logits_are_the_cpus(model: str, path: Path, engines: tuple[Engine, Engi
     for width, rows in ((ROWS, ROWS), (5, 10), (1, 2)):
         cosines, same = agreement(expected[:rows], found if width == ROWS else walk(there.target, ids[:rows], width))
         print(f"{path.parent.name} width {width}: cosine {cosines.mean():.6f}, least {cosines.min():.6f}, top-1 {same:.3f}")
-        assert cosines.mean() >= least and cosines.min() >= 0.99 and same >= 0.97
+        assert cosines.mean() >= (least if width == ROWS else 0.9995)  # of a few steps, in which the text's first tokens weigh
+        assert cosines.min() >= 0.99 and same >= 0.97
     allowed = here.bundle.manifest.allowed_ids
     truth = reference_logits(load_quietly(open_checkpoint(model)), ids, range(ROWS))[:, :allowed]
     lost = [mean_kl(truth, logits[:, :allowed]) for logits in (expected, found)]
