@@ -63,8 +63,9 @@ class GroupError:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAgreement:
-    """A graph on a device against the CPU: rows compared, cosines of their logits, and what else the report names."""
+    """A graph of a role on a device against the CPU: rows compared, cosines of their logits, and what else the report names."""
 
+    role: str
     graph: str
     rows: int
     cosine_mean: float

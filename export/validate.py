@@ -16,7 +16,6 @@ from specedge.export.report import (
     ACTIVATION_KL_LIMIT,
     LOGITS_LIMIT,
     Check,
-    DeviceAgreement,
     GroupError,
     Meter,
     Quality,
@@ -24,7 +23,7 @@ from specedge.export.report import (
     mean_kl,
 )
 from specedge.export.self_text import Document
-from specedge.export.validate_device import compare_device, compare_layers, cpu_twin, device_checks
+from specedge.export.validate_device import compare_devices, compare_layers, cpu_twin, device_checks
 from specedge.export.validate_eagle import check_eagle
 from specedge.export.validate_heads import check_medusa, check_unrolled
 from specedge.export.validate_weights import compare_model, load_stored
@@ -107,9 +106,9 @@ def validate(
     limit = _QUANTISED_WIDTH_LIMIT if quantised else LOGITS_LIMIT[engine.target.role.kv.dtype]
     checks += [Check("width_agreement", f"target width {width}", value, limit) for width, value in widths.items()]
     agreement = float(np.max(list(widths.values()), initial=0.0))
-    tree, tree_tie = engine.default_tree, 2 * agreement
-    if tree:
-        check, difference = _check_tree(engine, text[: _TREE_STEPS + tree.depth], tree, None if quantised else limit)
+    tree_tie = 2 * agreement
+    if engine.default_tree:
+        check, difference = _check_tree(engine, text, engine.default_tree, None if quantised else limit)
         checks.append(check)
         tree_tie = 2 * max(agreement, difference)
         if quantised and difference:
@@ -121,12 +120,8 @@ def validate(
     if not quantised:
         checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * of_target.logits_max_abs))
     greedy = _check_drafters(path, (device, draft_device), requests, tokens, _Ties(2 * agreement, tree_tie), progress)
-    devices: list[DeviceAgreement] = []
-    for role, row in zip(("target", "draft"), rows, strict=True):
-        if row.plugin and role in bundle.manifest.roles:
-            found = compare_device(bundle, role, row, text, progress)
-            checks += [check for one in found for check in device_checks(one, bundle.role(role).quantised)]
-            devices += found
+    devices = compare_devices(bundle, dict(zip(("target", "draft"), rows, strict=True)), text, progress)
+    checks += [check for found in devices for check in device_checks(found, bundle.role(found.role).quantised)]
     noise = compare_layers(bundle, "target", source, rows[0], text) if layers else []
     compared = sum(found.tokens for _, found in greedy)
     different = sum(found.near_ties + (found.mismatch is not None) for _, found in greedy)
@@ -150,7 +145,7 @@ def _check_tree(engine: Engine, text: list[int], tree: TreeShape, limit: float |
     Without a limit for that, quantised, it is the KL that counts: a tree's branches lie in other columns of the cache, sums go
     in another order, and activations of 8 bits make much of a last bit.
     """
-    found, expected = tree_rows(engine, text, tree)
+    found, expected = tree_rows(engine, text[: _TREE_STEPS + tree.depth], tree)
     difference = float(np.abs(found - expected).max(initial=0.0))
     if limit is not None:
         return Check("tree_agreement", "target tree", difference, limit), difference

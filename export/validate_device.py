@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,6 +45,14 @@ def cpu_twin(device: Device) -> Device:
     return next(row for row in DEVICES.values() if row.plugin is None and row.form == device.form)
 
 
+def compare_devices(
+    bundle: Bundle, rows: Mapping[str, Device], text: Sequence[int], progress: Progress
+) -> list[DeviceAgreement]:
+    """Every role that a plug-in runs, by its row."""
+    roles = [role for role, row in rows.items() if row.plugin and role in bundle.manifest.roles]
+    return [found for role in roles for found in compare_device(bundle, role, rows[role], text, progress)]
+
+
 def compare_device(bundle: Bundle, role: str, device: Device, text: Sequence[int], progress: Progress) -> list[DeviceAgreement]:
     """Every width of a role over the beginning of a text; narrow ones over a few steps of it, where these are emulated."""
     emulated = find_provider(device).emulated
@@ -57,7 +65,7 @@ def compare_device(bundle: Bundle, role: str, device: Device, text: Sequence[int
         count = min(_ROWS, len(text), _STEPS * width if emulated and width < here.role.chunk else _ROWS)
         ids = text[:count]
         expected, logits = (walk(sequence, ids, width)[:, :allowed] for sequence in (here, there))
-        found.append(_agreement(f"{role} width {width}", expected, logits, _kv_error(here, there, count)))
+        found.append(_agreement(role, width, expected, logits, _kv_error(here, there, count)))
         progress(f"validate: {role} on {device.name}", done, len(widths))
     return found
 
@@ -74,7 +82,7 @@ def device_checks(found: DeviceAgreement, quantised: bool) -> list[Check]:
     ]
 
 
-def _agreement(graph: str, expected: Logits, found: Logits, kv_error: float) -> DeviceAgreement:
+def _agreement(role: str, width: int, expected: Logits, found: Logits, kv_error: float) -> DeviceAgreement:
     norms = np.linalg.norm(expected, axis=1) * np.linalg.norm(found, axis=1)
     cosines = (expected * found).sum(axis=1, dtype=np.float64) / np.maximum(norms, np.finfo(np.float32).tiny)
     log_p, log_q = log_softmax(expected), log_softmax(found)
@@ -83,7 +91,8 @@ def _agreement(graph: str, expected: Logits, found: Logits, kv_error: float) -> 
     differs = best != found.argmax(axis=1)
     near = two[:, 1] - two[:, 0] < _NEAR_TIE
     return DeviceAgreement(
-        graph=graph,
+        role=role,
+        graph=f"{role} width {width}",
         rows=len(expected),
         cosine_mean=float(cosines.mean()),
         cosine_min=float(cosines.min()),
