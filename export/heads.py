@@ -15,7 +15,7 @@ from specedge.export.medusa import MedusaCheckpoint
 from specedge.export.plan import plan_head
 from specedge.export.recipe import Recipe
 from specedge.export.roles import GraphWriter, Place, kv_layout, layout_of, write_unrolled
-from specedge.export.store import WEIGHT_FILE, write_weights
+from specedge.export.store import write_weights
 from specedge.export.unroll import Ranks, expand
 from specedge.export.weights import Stored
 from specedge.manifest import VOCABULARY, Head, Role, Rope, Weight
@@ -25,21 +25,17 @@ from specedge.quant.pack import Quantized
 def write_medusa(medusa: MedusaCheckpoint, target: Role, place: Place, recipe: Recipe) -> Head:
     """Heads' weights in `folder/medusa` and their graph beside it, where it reaches the target's weights too."""
     config = medusa.config
-    weight_file = f"medusa/{WEIGHT_FILE}"
-    (place.folder / "medusa").mkdir()
     plan = plan_head(medusa.shapes, recipe)
-    weights = write_weights("medusa", medusa, plan, place.folder / weight_file, place.device, place.progress)
+    weights = write_weights("medusa", medusa, plan, place.folder, place.device, place.progress)
     by_name = {weight.name: weight for weight in weights}
-    elsewhere: dict[str, str] = {}
     if not config.own_head:
-        by_name["lm_head.weight"] = _borrow(target, "lm_head.weight", elsewhere)
-    write = GraphWriter(place, "medusa", "", by_name, weight_file, 1, elsewhere)
+        by_name["lm_head.weight"] = _borrow(target, "lm_head.weight")
+    write = GraphWriter(place, "medusa", "", by_name, 1)
     return Head(
         kind="medusa",
         depth=config.heads,
         hidden=config.hidden,
         vocab_size=config.vocab_size,
-        weight_file=weight_file,
         weights=tuple(weights),
         graph=write("medusa", to_onnx.trace_medusa(config, recipe.dtype), 1),
     )
@@ -60,17 +56,14 @@ def write_eagle(
     `verify` are the target's widths, `widths` those of steps over drafts, `drafts` what is drafted in one call.
     """
     config, layer, device = eagle.config, eagle.config.decoder, place.device
-    weight_file = f"eagle/{WEIGHT_FILE}"
-    (place.folder / "eagle").mkdir()
     tensors = EagleTensors(eagle, checkpoint)
     more = [] if eagle.vocabulary is None else [Stored(VOCABULARY, eagle.vocabulary, "I64", "", exact=True)]
     plan = plan_head(tensors.shapes, recipe)
-    weights = write_weights("eagle", tensors, plan, place.folder / weight_file, place.device, place.progress, more)
+    weights = write_weights("eagle", tensors, plan, place.folder, place.device, place.progress, more)
     by_name = {weight.name: weight for weight in weights}
-    elsewhere: dict[str, str] = {}
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if name not in by_name:
-            by_name[name] = _borrow(target, name, elsewhere)
+            by_name[name] = _borrow(target, name)
 
     gives, names = (LOGITS, FED_BACK), ("key_0", "value_0")
     first = Body("first", to_onnx.trace_eagle(config, False, recipe.dtype), gives, names)
@@ -83,9 +76,7 @@ def write_eagle(
     chunk = max(min(place.request.chunk, place.context), *verify)
     read_widths = sorted({1, max(verify), chunk}) if device.static else [None]
     step_widths = widths if device.static else [None]
-    write = GraphWriter(
-        place, "eagle", "eagle_", by_name, weight_file, len(read_widths) + len(step_widths) + len(drafts), elsewhere
-    )
+    write = GraphWriter(place, "eagle", "eagle_", by_name, len(read_widths) + len(step_widths) + len(drafts))
     return Role(
         model_type=f"eagle-{config.generation}",
         form="delta",
@@ -97,7 +88,6 @@ def write_eagle(
         kv=kv,
         taps=config.taps,
         rotation=None,
-        weight_file=weight_file,
         weights=tuple(weights),
         graphs=tuple(write(_name("next", width), step(following, fed_back.at(width)), width) for width in step_widths),
         first=tuple(
@@ -111,13 +101,11 @@ def _name(kind: str, width: int | None) -> str:
     return kind if width is None else f"{kind}_{width}"
 
 
-def _borrow(target: Role, name: str, elsewhere: dict[str, str]) -> Weight:
+def _borrow(target: Role, name: str) -> Weight:
     """The target's weight for a graph that lies beside its folder; a tied head is the embedding."""
     weights = {weight.name: weight for weight in target.weights}
     weight = weights.get(name) or weights["embed_tokens.weight"]
-    borrowed = replace(weight, name=f"target.{weight.name}")  # a head may have its own by that name
-    elsewhere[borrowed.name] = target.weight_file
-    return borrowed
+    return replace(weight, name=f"target.{weight.name}")  # a head may have its own by that name
 
 
 @dataclass(frozen=True, slots=True)

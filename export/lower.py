@@ -1,6 +1,8 @@
 """From traced graph to device graph: weights attached, matrix products and norms in the device's own kernels."""
 
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 
 import numpy as np
 import onnx_ir as ir
@@ -18,13 +20,12 @@ _CONTRIB = "com.microsoft"
 def lower(
     model: ir.Model,
     weights: Mapping[str, Weight],
-    location: str,
     device: Device,
-    elsewhere: Mapping[str, str] | None = None,
+    file: str,
 ) -> None:
-    """Turn every weight input of a traced graph into initialisers in the file `location`, and its readers into kernels.
+    """Turn every weight input of a traced graph into initialisers in its weight's file, and its readers into kernels.
 
-    `elsewhere` names the files of weights that lie in another one.
+    `file` is the bundle's name for the graph, which those of weights are seen from.
 
     A linear layer arrives as MatMul(x, Transpose(W)) and leaves as MatMulNBits or FusedMatMul, layers joined by a Concat
     as one of them where their weights lie side by side; an embedding arrives as Gather(W, ids) and leaves as
@@ -32,13 +33,13 @@ def lower(
     """
     graph = model.graph
     if device.widest_output is not None:
-        weights, elsewhere = split_outputs(graph, weights, elsewhere or {}, device.widest_output)
+        weights = split_outputs(graph, weights, device.widest_output)
         _remove_unused(graph)
     inputs = {value.name or "": value for value in graph.inputs}
     names = [name for name in inputs if name in weights]
     for name in names:
         graph.inputs.remove(inputs[name])
-    attach = _Attach(graph, location, device, elsewhere or {})
+    attach = _Attach(graph, device, str(PurePosixPath(file).parent))
     for product in list(_products(graph, weights)):
         attach.product(product)
     _remove_unused(graph)
@@ -68,9 +69,8 @@ def _products(graph: ir.Graph, weights: Mapping[str, Weight]) -> Iterator[Produc
 class _Attach:
     """Writes kernels into a graph; initialisers, and what is made of an input for all of its readers, are made once."""
 
-    def __init__(self, graph: ir.Graph, location: str, device: Device, elsewhere: Mapping[str, str]) -> None:
-        self._graph, self._location, self._device = graph, location, device
-        self._elsewhere = elsewhere
+    def __init__(self, graph: ir.Graph, device: Device, folder: str) -> None:
+        self._graph, self._device, self._folder = graph, device, folder
         self._sums: dict[tuple[ir.Value, int], ir.Value] = {}
         self._filled: dict[tuple[ir.Value, int], ir.Value] = {}
 
@@ -169,7 +169,7 @@ class _Attach:
 
     def _initializer(self, weight: Weight, part: str, shape: tuple[int, ...], view: str = "") -> ir.Value:
         name = weight.name if part == "values" else f"{weight.name}.{part}{view}"
-        location = self._elsewhere.get(weight.name, self._location)
+        location = posixpath.relpath(weight.file, self._folder)
         return self._constant(name, _external(name, weight.parts[part], shape, location))
 
     def _widening(self, rows: int, columns: int) -> ir.Value:

@@ -12,16 +12,15 @@ _BY_ROW = ("Squeeze", "Unsqueeze", "Gather", "Identity")  # of these the columns
 
 
 Weights = Mapping[str, Weight]
-Files = Mapping[str, str]  # of weights that lie in another file
 
 
-def split_outputs(graph: ir.Graph, weights: Weights, elsewhere: Files, widest: int) -> tuple[Weights, Files]:
+def split_outputs(graph: ir.Graph, weights: Weights, widest: int) -> Weights:
     """Give every output of logits as `name_0`, `name_1` ... of at most `widest` columns.
 
-    Such an output is made of linear layers by nothing but choosing and joining rows. Returns weights and files with the
-    pieces that are inputs of the graph now.
+    Such an output is made of linear layers by nothing but choosing and joining rows. Returns the weights with the pieces
+    that are inputs of the graph now.
     """
-    cutter = _Cutter(graph, dict(weights), dict(elsewhere))
+    cutter = _Cutter(graph, dict(weights))
     for output in [value for value in graph.outputs if value.name in PIECED]:
         assert output.shape is not None
         *rows, columns = output.shape
@@ -36,7 +35,7 @@ def split_outputs(graph: ir.Graph, weights: Weights, elsewhere: Files, widest: i
             pieces.append(piece)
         place = list(graph.outputs).index(output)
         graph.outputs[place : place + 1] = pieces
-    return cutter.weights, cutter.elsewhere
+    return cutter.weights
 
 
 @dataclass(slots=True)
@@ -45,7 +44,6 @@ class _Cutter:
 
     graph: ir.Graph
     weights: dict[str, Weight]
-    elsewhere: dict[str, str]
 
     def columns(self, value: ir.Value, part: slice) -> ir.Value:
         node = value.producer()
@@ -69,8 +67,6 @@ class _Cutter:
             return next(value for value in self.graph.inputs if value.name == key)
         parts = {kind: _cut(extent, part) for kind, extent in weight.parts.items()}
         self.weights[key] = replace(weight, name=name, shape=(part.stop - part.start, *weight.shape[1:]), parts=parts)
-        if weight.name in self.elsewhere:
-            self.elsewhere[name] = self.elsewhere[weight.name]
         value = ir.Value(name=key, type=matrix.type, shape=ir.Shape(self.weights[key].shape))
         self.graph.inputs.append(value)
         return value

@@ -1,7 +1,7 @@
 """A model of a bundle: its weight file, its graphs, and their entry in the manifest."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,7 +17,7 @@ from specedge.export.plan import plan_model
 from specedge.export.recipe import Recipe
 from specedge.export.request import Request
 from specedge.export.rotated import rotate, rotation_shapes
-from specedge.export.store import WEIGHT_FILE, write_weights
+from specedge.export.store import write_weights
 from specedge.export.tensors import Tensors
 from specedge.export.unroll import Ranks, expand
 from specedge.manifest import Graph, KVLayout, Role, Rope, Unrolled, Weight
@@ -40,18 +40,13 @@ class Place:
 
 @dataclass(slots=True)
 class GraphWriter:
-    """Lowers and writes the graphs of one model.
-
-    `start` begins their names; `location` is the weight file as seen from them.
-    """
+    """Lowers and writes the graphs of one model; `start` begins their names."""
 
     place: Place
     label: str
     start: str
     weights: Mapping[str, Weight]
-    location: str
     total: int
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
     _done: int = 0
 
     def __post_init__(self) -> None:
@@ -59,8 +54,8 @@ class GraphWriter:
 
     def __call__(self, name: str, model: ir.Model, width: int | None) -> Graph:
         """Write one; its name, its width as the manifest says it."""
-        lower(model, self.weights, self.location, self.place.device, self.elsewhere)
         file = f"{self.start}{name}.onnx"
+        lower(model, self.weights, self.place.device, file)
         to_onnx.write(model, self.place.folder / file)
         self._done += 1
         self.place.progress(f"{self.label}: graphs", self._done, self.total)
@@ -81,7 +76,6 @@ def write_model(
     `drafts` are the chains and trees that it drafts in one call, by their paths.
     """
     request, device = place.request, place.device
-    (place.folder / role).mkdir()
     tensors: Tensors = checkpoint
     config = checkpoint.config
     if recipe.rotation is not None:
@@ -89,11 +83,11 @@ def write_model(
         config = rotated.config
     shapes = {name: shape for name, (_, shape) in tensor_names(config).items()} | rotation_shapes(config)
     plan = plan_model(config, tensors, shapes, recipe, place.documents, role, place.progress)
-    weights = write_weights(role, tensors, plan, place.folder / role / WEIGHT_FILE, device, place.progress)
+    weights = write_weights(role, tensors, plan, place.folder, device, place.progress)
     chunk = max(min(request.chunk, place.context), *widths)
     steps = sorted({*widths, chunk})
     by_name = {weight.name: weight for weight in weights}
-    write = GraphWriter(place, role, f"{role}/", by_name, WEIGHT_FILE, (len(steps) if device.static else 1) + len(drafts))
+    write = GraphWriter(place, role, f"{role}/", by_name, (len(steps) if device.static else 1) + len(drafts))
     kv = kv_layout(config, device.form, recipe.dtype, place.context)
     layout = layout_of(config, kv, place)
     if device.static:
@@ -116,7 +110,6 @@ def write_model(
         kv=kv,
         taps=taps,
         rotation=recipe.rotation,
-        weight_file=f"{role}/{WEIGHT_FILE}",
         weights=tuple(weights),
         graphs=tuple(graphs),
         first=(),

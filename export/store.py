@@ -20,22 +20,24 @@ from specedge.quant.pack import Quantized
 from specedge.quant.rounding import round_to_nearest
 from specedge.quant.scheme import Scheme
 
-WEIGHT_FILE = "weights.bin"
+_FILE = "weights.bin"
 
 
 def write_weights(
     label: str,
     tensors: Tensors,
     plan: Plan,
-    path: Path,
+    folder: Path,
     device: Device,
     progress: Progress,
     more: Sequence[Stored] = (),
 ) -> list[Weight]:
-    """Store every tensor of the plan, one in float32 at a time; `more` is stored behind them as it is."""
+    """Store every tensor of the plan in `folder`/`label`, one in float32 at a time; `more` is stored behind them as it is."""
+    file = f"{label}/{_FILE}"
+    (folder / label).mkdir()
     weights: list[Weight] = []
     progress(f"{label}: weights", 0, len(plan.forms))
-    with WeightWriter(path, device.widest_block, device.zero_points, plan.recipe.dtype) as writer:
+    with WeightWriter(folder / file, file, device.widest_block, device.zero_points, plan.recipe.dtype) as writer:
         for group in joined_layers(plan.forms):
             stored = []
             for name in group:

@@ -125,9 +125,9 @@ def compare_layers(bundle: Bundle, role: str, checkpoint: Checkpoint, device: De
     taps = tuple(range(config.layers + 1))
     place = Place(bundle.path, device, record.context, Request("", bundle.path), silent)
     model = step(delta_body(config, record.kv.dtype, taps), layout_of(config, record.kv, place).at(width))
-    weights = bundle.file(record.weight_file)
-    lower(model, {weight.name: weight for weight in record.weights}, weights.name, device)
-    path = weights.with_name(f".layers-{os.getpid()}.onnx")
+    file = f"{role}/.layers-{os.getpid()}.onnx"
+    lower(model, {weight.name: weight for weight in record.weights}, device, file)
+    path = bundle.path / file
     try:
         to_onnx.write(model, path)
         graph = to_onnx.describe(model, path.name, width)

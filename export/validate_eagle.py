@@ -46,7 +46,7 @@ def check_eagle(
     tensors = EagleTensors(opened, checkpoint)
     own = [weight for weight in role.weights if weight.name != VOCABULARY]
     _check_same_head(engine.bundle, opened, {weight.name: weight.shape for weight in own}, tensors.shapes)
-    compared = compare_weights("eagle", own, engine.bundle.file(role.weight_file), tensors)
+    compared = compare_weights("eagle", own, engine.bundle, tensors)
     checks = compared.checks
     ids = np.arange(role.vocab_size) if opened.vocabulary is None else opened.vocabulary
     checks.append(Check("draft_ids_differ", "eagle", float((ids != head.ids).sum()), 0.0))
@@ -131,10 +131,10 @@ def _eagle_reference(
         if not stored:
             state[name] = torch.from_numpy(np.array(opened.tensor(name)))
         elif name in weights:  # else it is the target's
-            state[name] = torch.from_numpy(np.array(read_float32(weights[name], bundle.file(role.weight_file))[0]))
+            state[name] = torch.from_numpy(np.array(read_float32(weights[name], bundle.file(weights[name].file))[0]))
     if stored and "lm_head.weight" in weights:
         state["lm_head.weight"] = torch.from_numpy(
-            np.array(read_float32(weights["lm_head.weight"], bundle.file(role.weight_file))[0])
+            np.array(read_float32(weights["lm_head.weight"], bundle.file(weights["lm_head.weight"].file))[0])
         )
     head = state.pop("lm_head.weight")
     model = Eagle(opened.config).eval()

@@ -33,7 +33,7 @@ def check_medusa(engine: Engine, reference: str, target: PreTrainedModel, text: 
     checkpoint = open_medusa(reference, head.hidden, head.vocab_size)
     quantised = head.quantised or engine.target.role.quantised  # the target's, whose LM head may be shared
     model = _reference(bundle, checkpoint, target, quantised)
-    compared = compare_weights("medusa", head.weights, bundle.file(head.weight_file), checkpoint)
+    compared = compare_weights("medusa", head.weights, bundle, checkpoint)
     opened = MedusaHeads(bundle, head, engine.draft_device)
     engine.target.truncate(0)
     found, expected = [], []
@@ -77,7 +77,7 @@ def _reference(bundle: Bundle, checkpoint: MedusaCheckpoint, target: PreTrainedM
     model = Medusa(checkpoint.config).eval()
     state = {}
     for name in checkpoint.shapes:
-        values = read_float32(weights[name], bundle.file(head.weight_file))[0] if stored else checkpoint.tensor(name)
+        values = read_float32(weights[name], bundle.file(weights[name].file))[0] if stored else checkpoint.tensor(name)
         state[name] = torch.from_numpy(np.array(values))
     if model.lm_head is not None:
         state["lm_head.weight"] = target.get_output_embeddings().weight.detach()

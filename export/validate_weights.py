@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +48,7 @@ def compare_model(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Comparis
         raise SpecedgeError(
             f"{bundle.path}: {role} has other tensors or shapes than {checkpoint.name}; name its own checkpoint"
         )
-    return compare_weights(role, record.weights, bundle.file(record.weight_file), tensors)
+    return compare_weights(role, record.weights, bundle, tensors)
 
 
 def stored_basis(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Tensors:
@@ -58,7 +57,7 @@ def stored_basis(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Tensors:
     return checkpoint if rotation is None else rotate(checkpoint, checkpoint.config, rotation)
 
 
-def compare_weights(label: str, weights: Iterable[Weight], path: Path, tensors: Tensors) -> Comparison:
+def compare_weights(label: str, weights: Iterable[Weight], bundle: Bundle, tensors: Tensors) -> Comparison:
     """How many tensors changed that the manifest calls exact, and the largest difference of a stored weight.
 
     That is counted in quantisation steps, or from the nearest float of its type. Tensors rounded by calibration are held to
@@ -67,7 +66,7 @@ def compare_weights(label: str, weights: Iterable[Weight], path: Path, tensors: 
     worst, distances, changed, quantised = [0.0], [0.0], 0, False
     sums: dict[tuple[str, str, str], npt.NDArray[np.float64]] = {}
     for weight in weights:
-        values, steps = read_float32(weight, path)
+        values, steps = read_float32(weight, bundle.file(weight.file))
         exact = tensors.tensor(weight.name)
         changed += weight.exact and not np.array_equal(values, exact)
         lost, norm = (float(np.square(array, dtype=np.float64).sum()) for array in (values - exact, exact))
@@ -105,11 +104,11 @@ def _share(lost: float, norm: float) -> float:
 @torch.no_grad()
 def load_stored(model: PreTrainedModel, bundle: Bundle, role: str, checkpoint: Checkpoint) -> None:
     """Give the reference the bundle's own weights, dequantised and turned back: what is left is the graph's doing."""
-    path, tensors = bundle.file(bundle.role(role).weight_file), stored_basis(bundle, role, checkpoint)
+    tensors = stored_basis(bundle, role, checkpoint)
     for weight in bundle.role(role).weights:
         if weight.name.startswith("rotation."):
             continue
-        values = read_float32(weight, path)[0]
+        values = read_float32(weight, bundle.file(weight.file))[0]
         if isinstance(tensors, Rotated) and weight.name.startswith("layers.") and "layernorm" not in weight.name:
             values = tensors.turned_back(weight.name, values)
         name = weight.name if weight.name == "lm_head.weight" else f"model.{weight.name}"

@@ -46,9 +46,13 @@ class WeightWriter:
     """Writes tensors one after the other, in the form a device's kernels take; use as a context manager.
 
     That is blocks of at most `widest_block`, scales and offsets in `dtype`, and without `zero_points` offsets beside them.
+    `file` is the bundle's name for it.
     """
 
-    def __init__(self, path: Path, widest_block: int = _BLOCKS[0], zero_points: bool = True, dtype: Float = "float32") -> None:
+    def __init__(
+        self, path: Path, file: str, widest_block: int = _BLOCKS[0], zero_points: bool = True, dtype: Float = "float32"
+    ) -> None:
+        self._file_name = file
         self._path, self._widest_block, self._zero_points, self._dtype = path, widest_block, zero_points, dtype
         self._file: BinaryIO
 
@@ -68,7 +72,16 @@ class WeightWriter:
             for array, extent in zip(arrays, extents, strict=True):
                 extent[part] = self._append(array[part])
         return [
-            Weight(tensor.name, tensor.scheme, tensor.values.shape, extent, tensor.source, tensor.method, tensor.exact)
+            Weight(
+                tensor.name,
+                tensor.scheme,
+                tensor.values.shape,
+                extent,
+                tensor.source,
+                tensor.method,
+                tensor.exact,
+                self._file_name,
+            )
             for tensor, extent in zip(tensors, extents, strict=True)
         ]
 
@@ -105,7 +118,7 @@ def side_by_side(weights: Sequence[Weight]) -> Weight | None:
         return None
     first, parts = weights[0], dict(weights[0].parts)
     for before, weight in pairwise(weights):
-        same = (weight.scheme, weight.shape[1:], weight.parts.keys()) == (first.scheme, first.shape[1:], first.parts.keys())
+        same = _alike(weight) == _alike(first)
         if not same or any(part.offset != _end(before.parts[name]) for name, part in weight.parts.items()):
             return None
         for name, part in weight.parts.items():
@@ -114,6 +127,10 @@ def side_by_side(weights: Sequence[Weight]) -> Weight | None:
     shape = (sum(weight.shape[0] for weight in weights), *first.shape[1:])
     name = "+".join(weight.name for weight in weights)
     return replace(first, name=name, shape=shape, parts=parts)
+
+
+def _alike(weight: Weight) -> tuple[object, ...]:
+    return weight.file, weight.scheme, weight.shape[1:], weight.parts.keys()
 
 
 def _end(extent: Extent) -> int:

@@ -190,7 +190,8 @@ def _key(bundle: Bundle, provider: Provider, groups: dict[str, list[Graph]]) -> 
     made, plugin = bundle.manifest, provider.device.plugin
     assert plugin is not None
     names = {graph.file for group in groups.values() for graph in group}
-    names |= {role.weight_file for role in made.roles.values()} | {head.weight_file for head in made.heads.values()}
+    names |= {weight.file for role in made.roles.values() for weight in role.weights}
+    names |= {weight.file for head in made.heads.values() for weight in head.weights}
     return Key(
         schema=_SCHEMA,
         device=provider.device.name,

@@ -143,7 +143,7 @@ class EagleHead:
         for weight in self.role.weights:
             if weight.name == VOCABULARY:
                 extent = weight.parts["values"]
-                path = bundle.file(self.role.weight_file)
+                path = bundle.file(weight.file)
                 ids = np.fromfile(path, extent.dtype, extent.shape[0], offset=extent.offset).astype(np.intp)
                 if ids[0] < 0 or ids[-1] >= self._target_ids or (np.diff(ids) <= 0).any():
                     raise SpecedgeError(

@@ -70,7 +70,7 @@ class _Source:
 
 def open_plain(bundle: Bundle, role: Role, graph: Graph, device: Device, threads: int | None) -> Opened:
     """A session over the bundle's own files."""
-    return Opened(open_graph(bundle, graph, device, threads), bundle.file(role.weight_file))
+    return Opened(open_graph(bundle, graph, device, threads), bundle.file(role.weight_files[0]))
 
 
 def open_prepared(bundle: Bundle, role: Role, graph: Graph, device: Device, threads: int | None, same: Same) -> Opened:
@@ -178,7 +178,7 @@ def _damage(place: Path) -> str | None:
 def _make(place: Path, source: _Source, same: Same, replace: bool) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     _check_source(source)
-    need = _ROOM * source.bundle.manifest.files[source.role.weight_file].bytes
+    need = _ROOM * source.role.stored_bytes
     free = shutil.disk_usage(place.parent).free
     if free < need:
         raise SpecedgeError(
@@ -203,7 +203,7 @@ def _make(place: Path, source: _Source, same: Same, replace: bool) -> None:
 
 def _check_source(source: _Source) -> None:
     """Nothing damaged may be kept beyond its repair."""
-    for name in (source.graph.file, source.role.weight_file):
+    for name in (source.graph.file, *source.role.weight_files):
         if sha256(source.bundle.file(name)) != source.bundle.manifest.files[name].sha256:
             raise SpecedgeError(f"{source.bundle.file(name)}: its SHA-256 is not the manifest's; copy the bundle again")
 

@@ -70,11 +70,10 @@ class Models:
 def stored(model: PreTrainedModel, bundle: Bundle, role: str = "target") -> PreTrainedModel:
     """The model with the weights that the bundle holds, dequantised: what is left is the graph's doing."""
     model = copy.deepcopy(model)
-    path = bundle.file(bundle.role(role).weight_file)
     with torch.no_grad():
         for weight in bundle.role(role).weights:
             name = weight.name if weight.name.startswith("lm_head") else f"model.{weight.name}"
-            model.get_parameter(name).copy_(torch.from_numpy(read_float32(weight, path)[0]))
+            model.get_parameter(name).copy_(torch.from_numpy(read_float32(weight, bundle.file(weight.file))[0]))
     return model
 
 

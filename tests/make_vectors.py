@@ -279,9 +279,7 @@ def rope() -> list[Case]:
 def role_of(inv_freq: Row, scaling: float) -> Role:
     """As much of a role as its rotary tables need."""
     kv = KVLayout(layers=1, heads=1, slots=4096, head_dim=2 * len(inv_freq), dtype="float32")
-    return Role(
-        "llama", "delta", 4096, 8, 32, -1e4, Rope(tuple(inv_freq), scaling), kv, (), None, "weights.bin", (), (), (), ()
-    )
+    return Role("llama", "delta", 4096, 8, 32, -1e4, Rope(tuple(inv_freq), scaling), kv, (), None, (), (), (), ())
 
 
 def _float32(number: float) -> float:

@@ -72,10 +72,10 @@ def lowered(bundle: Bundle, checkpoint: Path, name: str, weights: Sequence[Weigh
         model = step(delta_body(config, "float32"), layout_of(config, role.kv, place).at(width))
     else:
         model = to_onnx.trace_in_place(config, role.context, "float32")
-    location = f"{name}.bin" if weights else "weights.bin"
-    lower(model, {one.name: one for one in weights or role.weights}, location, dataclasses.replace(device, accuracy_level=0))
-    to_onnx.write(model, bundle.path / f"target/{name}.onnx")
-    return bundle.path / f"target/{name}.onnx"
+    file = f"target/{name}.onnx"
+    lower(model, {one.name: one for one in weights or role.weights}, dataclasses.replace(device, accuracy_level=0), file)
+    to_onnx.write(model, bundle.path / file)
+    return bundle.path / file
 
 
 def outputs(bundle: Bundle, path: Path) -> dict[str, Array]:
@@ -132,7 +132,7 @@ def scattered(bundle: Bundle, path: Path) -> list[Weight]:
             content += bytes(64 + -len(content) % 64)
             parts[name] = type(part)(len(content), part.bytes, part.dtype, part.shape)
             content += old[part.offset : part.offset + part.bytes]
-        weights.append(Weight(weight.name, weight.scheme, weight.shape, parts, weight.source, weight.method, weight.exact))
+        weights.append(dataclasses.replace(weight, parts=parts, file=f"target/{path.name}"))
     path.write_bytes(content)
     return weights
 
@@ -171,12 +171,12 @@ def test_only_neighbours_of_one_input_are_joined(parts: tuple[str, ...], product
     for name, matrix in matrices.items():
         values = round_to_nearest(matrix, scheme) if isinstance(scheme, Scheme) else matrix
         stored[name] = Stored(name, values, "F32", "", exact=False)
-    with WeightWriter(tmp_path / "weights.bin") as writer:
+    with WeightWriter(tmp_path / "weights.bin", "weights.bin") as writer:
         weights = [*writer.add([stored["a"], stored["b"]]), *writer.add([tensor("gap")]), *writer.add([stored["c"]])]
     inputs = {name: rng.standard_normal((1, 3, 32)).astype(np.float32) for name in "xy"}
     model = ir.from_proto(concat_of(parts))
     kernels = dataclasses.replace(get_device("cpu-static"), accuracy_level=0)
-    lower(model, {weight.name: weight for weight in weights}, "weights.bin", kernels)
+    lower(model, {weight.name: weight for weight in weights}, kernels, "model.onnx")
     to_onnx.write(model, tmp_path / "model.onnx")
     found = run(tmp_path / "model.onnx", {name: inputs[name] for name in inputs if any(name in part for part in parts)})["out"]
     kept = {weight.name: read_float32(weight, tmp_path / "weights.bin")[0] for weight in weights}

@@ -87,8 +87,8 @@ def make(source: Path, place: Path, tensors: Tensors, device: str = "cpu", form:
 def stored_values(bundle: Bundle) -> tuple[Tensors, torch.Tensor]:
     """The heads by their published names and the target's LM head, as the bundle holds them."""
 
-    def values(weight: Weight, file: str) -> torch.Tensor:
-        return torch.from_numpy(np.array(read_float32(weight, bundle.file(file))[0]))
+    def values(weight: Weight) -> torch.Tensor:
+        return torch.from_numpy(np.array(read_float32(weight, bundle.file(weight.file))[0]))
 
     head, role = bundle.manifest.heads["medusa"], bundle.role("target")
     layers = 1 + max(int(weight.name.split(".")[3]) for weight in head.weights if ".layers." in weight.name)
@@ -96,9 +96,9 @@ def stored_values(bundle: Bundle) -> tuple[Tensors, torch.Tensor]:
     for weight in head.weights:
         _, number, kind, *rest = weight.name.split(".")
         name = f"{number}.{layers}.weight" if kind == "lm_head" else f"{number}.{rest[0]}.linear.{rest[1]}"
-        tensors[name] = values(weight, head.weight_file)
+        tensors[name] = values(weight)
     matrices = {weight.name: weight for weight in role.weights}
-    return tensors, values(matrices.get("lm_head.weight") or matrices["embed_tokens.weight"], role.weight_file)
+    return tensors, values(matrices.get("lm_head.weight") or matrices["embed_tokens.weight"])
 
 
 def run_heads(bundle: Bundle, hidden: torch.Tensor) -> Array:
@@ -147,15 +147,15 @@ def test_a_shared_lm_head_lies_in_the_target_alone(models: bundles.Models, tmp_p
     assert len(head.weights) == len(tensors)
     parts = [part for weight in head.weights for part in weight.parts.values()]
     assert sum(part.bytes for part in parts) == head.stored_bytes
-    assert bundle.file(head.weight_file).stat().st_size <= head.stored_bytes + 64 * len(parts)
+    assert bundle.file("medusa/weights.bin").stat().st_size <= head.stored_bytes + 64 * len(parts)
     matrix = next(w for w in role.weights if w.name == ("embed_tokens.weight" if tied else "lm_head.weight"))
     places = {(part.offset, part.bytes) for part in matrix.parts.values()}
     found = set()
     for item in onnx.load(bundle.file(head.graph.file), load_external_data=False).graph.initializer:
         record = {entry.key: entry.value for entry in item.external_data}
-        if record.get("location") == role.weight_file:
+        if record.get("location") == "target/weights.bin":
             found.add((int(record["offset"]), int(record["length"])))
-        assert record.get("location", head.weight_file) in (head.weight_file, role.weight_file)
+        assert record.get("location", "medusa/weights.bin") in ("medusa/weights.bin", "target/weights.bin")
         assert record or len(item.raw_data) <= 64  # nothing but small constants in the graph itself
     assert found == places
 
@@ -279,7 +279,7 @@ def test_heads_that_do_not_fit_leave_nothing_behind(models: bundles.Models, tmp_
     assert bundles.files(out) == before and bundles.names(out.parent) == {"bundle"}
 
 
-CONTRADICTIONS = [("hidden", HIDDEN + 1), ("depth", 0), ("graph", None), ("weight_file", "medusa/other.bin")]
+CONTRADICTIONS = [("hidden", HIDDEN + 1), ("depth", 0), ("graph", None)]
 CONTRADICTIONS += [("depth", HEADS + 1), ("depth", HEADS - 1), ("vocab_size", VOCAB - 1)]
 
 

@@ -179,7 +179,7 @@ def test_the_host_reads_the_rows_that_are_stored(models: Models, head: Any, tmp_
     bundle = open_bundle(make(source, tmp_path / "bundle", device="qnn", body=body, head=head))
     role, embedding = bundle.role("target"), Embedding(bundle, "target")
     weight = next(weight for weight in role.weights if weight.name == "embed_tokens.weight")
-    expected: Array = read_float32(weight, bundle.file(role.weight_file))[0]
+    expected: Array = read_float32(weight, bundle.file(weight.file))[0]
     found: Array = embedding.rows(range(128))
     assert found.dtype == np.float16 and found.shape == (128, 40)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-3 * np.abs(expected).max())

@@ -84,8 +84,9 @@ def failed(found: dict[str, Any]) -> set[tuple[str, str]]:
 def patch(path: Path, name: str, part: str, change: Callable[[Array], object], role: str = "target") -> None:
     """Change a stored tensor in the weight file."""
     record = open_bundle(path).role(role)
-    extent = next(weight.parts[part] for weight in record.weights if weight.name == name)
-    tensor = np.memmap(path / record.weight_file, extent.dtype, "r+", extent.offset, extent.shape)
+    weight = next(weight for weight in record.weights if weight.name == name)
+    extent = weight.parts[part]
+    tensor = np.memmap(path / weight.file, extent.dtype, "r+", extent.offset, extent.shape)
     change(tensor)
     tensor.flush()
 

@@ -42,7 +42,7 @@ def tensor(name: str, scheme: Scheme | str, rows: int, columns: int = 64) -> Sto
 
 
 def write(path: Path, *groups: Sequence[Stored]) -> list[list[Weight]]:
-    with WeightWriter(path) as writer:
+    with WeightWriter(path, path.name) as writer:
         return [writer.add(group) for group in groups]
 
 
@@ -81,7 +81,7 @@ def test_what_does_not_touch_is_not_one_matrix(scheme: Scheme | str, tmp_path: P
 
 def placed(name: str, shape: tuple[int, int], offset: int, scheme: str = "float32") -> Weight:
     size = 4 * shape[0] * shape[1]
-    return Weight(name, scheme, shape, {"values": Extent(offset, size, "float32", shape)}, "F32", "", True)
+    return Weight(name, scheme, shape, {"values": Extent(offset, size, "float32", shape)}, "F32", "", True, "weights.bin")
 
 
 def test_weights_that_differ_are_not_one_matrix():

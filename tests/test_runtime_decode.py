@@ -727,8 +727,9 @@ def test_nan_is_an_error_and_the_next_request_is_as_good_as_ever(rand: Rand, rol
     path = tmp_path / "bundle"
     shutil.copytree(rand.paths["noisy"], path)
     record = open_bundle(path).role(role)
-    place = next(weight for weight in record.weights if weight.name == "embed_tokens.weight").parts["values"]
-    rows = np.memmap(path / record.weight_file, place.dtype, "r+", place.offset, place.shape)
+    weight = next(weight for weight in record.weights if weight.name == "embed_tokens.weight")
+    place = weight.parts["values"]
+    rows = np.memmap(path / weight.file, place.dtype, "r+", place.offset, place.shape)
     rows[77] = np.nan  # one token poisons a text
     rows.flush()
     engine = load(path, threads=1)

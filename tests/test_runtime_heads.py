@@ -101,11 +101,11 @@ def test_the_graph_computes_the_heads(
     path = bundles.make(sources / target, tmp_path / "b", medusa=str(sources / heads), device=device, **SHAPE, **options)
     bundle = open_bundle(path)
     head, role = bundle.manifest.heads["medusa"], bundle.role("target")
-    stored = {w.name: torch.from_numpy(np.array(read_float32(w, bundle.file(head.weight_file))[0])) for w in head.weights}
+    stored = {w.name: torch.from_numpy(np.array(read_float32(w, bundle.file(w.file))[0])) for w in head.weights}
     tensors = {name.removeprefix("heads.").replace(".layers.", "."): tensor for name, tensor in stored.items()}
     matrix = {w.name: w for w in role.weights}
     shared = matrix.get("lm_head.weight") or matrix["embed_tokens.weight"]
-    shared_values = torch.from_numpy(np.array(read_float32(shared, bundle.file(role.weight_file))[0]))
+    shared_values = torch.from_numpy(np.array(read_float32(shared, bundle.file(shared.file))[0]))
     expected = reference(tensors, shared_values, 1 if heads == "own" else 2)
     engine = load(path, threads=1)
     opened = MedusaHeads(bundle, head, get_device(device), 1)

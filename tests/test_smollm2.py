@@ -60,7 +60,7 @@ def test_the_int4_bundle_holds_the_gguf_bit_for_bit(model: str, int4: Path):
     role = bundle.role("target")
     assert all(weight.exact for weight in role.weights)
     for weight in role.weights:
-        values, _ = read_float32(weight, bundle.file(role.weight_file))
+        values, _ = read_float32(weight, bundle.file(weight.file))
         np.testing.assert_array_equal(values.view(np.uint32), checkpoint.tensor(weight.name).view(np.uint32), weight.name)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-SCHEMA = 6
+SCHEMA = 7
 PIECED = ("logits", "head_logits")
 """Outputs that may come in pieces of their last dimension, `logits_0`, `logits_1` ..."""
 EMBEDDING = "embed_tokens.weight"
@@ -69,7 +69,7 @@ class Weight:
 
     That is nothing, "zero_points", or "minima" with the "offsets" a graph makes up for them with. `source` is the type it
     had in the checkpoint, `method` how it came onto its grid: "kept", "rtn", "clip", "gptq", or "" for floats; `exact` says
-    that no value changed.
+    that no value changed. `file` holds the parts.
     """
 
     name: str
@@ -79,6 +79,7 @@ class Weight:
     source: str
     method: str
     exact: bool
+    file: str
 
     @property
     def stored_bytes(self) -> int:
@@ -131,7 +132,6 @@ class Role:
     kv: KVLayout
     taps: tuple[int, ...]
     rotation: int | None
-    weight_file: str
     weights: tuple[Weight, ...]
     graphs: tuple[Graph, ...]
     first: tuple[Graph, ...]
@@ -145,6 +145,11 @@ class Role:
     @property
     def all_graphs(self) -> tuple[Graph, ...]:
         return (*self.graphs, *self.first, *(unrolled.graph for unrolled in self.unrolled))
+
+    @property
+    def weight_files(self) -> tuple[str, ...]:
+        """The files its own weights lie in."""
+        return weight_files(self.weights)
 
     @property
     def quantised(self) -> bool:
@@ -167,7 +172,6 @@ class Head:
     depth: int
     hidden: int
     vocab_size: int
-    weight_file: str
     weights: tuple[Weight, ...]
     graph: Graph
 
@@ -224,6 +228,11 @@ class Manifest:
     def to_json(self) -> str:
         """Deterministic text: same records, same bytes."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+def weight_files(weights: tuple[Weight, ...]) -> tuple[str, ...]:
+    """The files that these weights lie in, each once."""
+    return tuple(dict.fromkeys(weight.file for weight in weights))
 
 
 def _quantised(weights: tuple[Weight, ...]) -> bool:

@@ -37,7 +37,8 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
         yield f"roles.{name}.chunk", 1 <= role.chunk <= role.context
         yield f"roles.{name}.mask_value", -math.inf < role.mask_value < 0
         yield f"roles.{name}.kv.layers", all(_past_inputs(graph) == 2 * role.kv.layers for graph in role.all_graphs)
-        yield f"roles.{name}.weights ({role.weight_file})", _lies_in(role.weights, role.weight_file, manifest)
+        for weight in role.weights:
+            yield f"roles.{name}.weights ({weight.name} in {weight.file})", _lies_in(weight, manifest)
         yield f"roles.{name}.rotation", (role.rotation is None) == (not any(_of_rotation(weight) for weight in role.weights))
         yield f"roles.{name}.graphs", all(graph.file in manifest.files for graph in role.all_graphs)
         for unrolled in role.unrolled:
@@ -73,7 +74,8 @@ def _head_claims(key: str, head: Head, features: set[Spec | None], manifest: Man
     shape = given.shape if given else ()
     yield f"{key}.depth", head.depth >= 1 and shape[:1] == (head.depth,)
     yield f"{key}.vocab_size", shape[1:] == (head.vocab_size,) and head.vocab_size >= manifest.allowed_ids
-    yield f"{key}.weights ({head.weight_file})", _lies_in(head.weights, head.weight_file, manifest)
+    for weight in head.weights:
+        yield f"{key}.weights ({weight.name} in {weight.file})", _lies_in(weight, manifest)
     yield f"tree ({key}.depth)", max(map(len, manifest.tree), default=0) <= head.depth
 
 
@@ -127,14 +129,13 @@ def _of_rotation(weight: Weight) -> bool:
     return weight.name.startswith("rotation.")
 
 
-def _lies_in(weights: tuple[Weight, ...], file: str, manifest: Manifest) -> bool:
-    parts = [part for weight in weights for part in weight.parts.values()]
-    size = manifest.files[file].bytes if file in manifest.files else -1
+def _lies_in(weight: Weight, manifest: Manifest) -> bool:
+    size = manifest.files[weight.file].bytes if weight.file in manifest.files else -1
     return size >= 0 and all(
         part.offset >= 0 <= part.bytes <= size - part.offset
         and _WIDTHS.get(part.dtype, -1) * math.prod(part.shape) == part.bytes
         and min(part.shape, default=1) > 0
-        for part in parts
+        for part in weight.parts.values()
     )
 
 
