@@ -48,6 +48,22 @@ class Plugin:
 
 
 @dataclass(frozen=True, slots=True)
+class Package:
+    """What a row runs instead of ONNX graphs: functions of a Core ML package, opened by Core ML, or evaluated op by op.
+
+    `blocks` says whether a row of weights may have several scales, `evaluated` that it is not to be opened by Core ML even
+    where that is here.
+    """
+
+    compute_units: str  # a name of coremltools.ComputeUnit
+    target: str  # the oldest system that reads it, by its name among coremltools' targets
+    macos: int  # and the oldest macOS
+    widest: int | None  # the largest dimension of any tensor
+    blocks: bool
+    evaluated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One row: which provider runs the graphs, in which form, and what it may not be given.
 
@@ -75,6 +91,7 @@ class Device:
     verified: str = "nothing"  # what of it was ever checked, and how
     whole: bool = True  # whether every node must run on the provider; one left to the CPU is an error
     plugin: Plugin | None = None  # None: the provider is part of onnxruntime
+    package: Package | None = None  # None: the provider runs ONNX graphs
 
     def __post_init__(self) -> None:
         if self.form == "in-place" and self.static:
@@ -90,6 +107,8 @@ class Device:
     @property
     def int4(self) -> str:
         """How INT4 weights are computed with."""
+        if self.package:
+            return f"{self.dtype}, scales per {'block or ' if self.package.blocks else ''}channel, minima by block sums"
         activations = "int8" if self.accuracy_level == 4 else self.dtype
         return f"MatMulNBits, {activations} activations, minima by block sums" + (
             "" if self.zero_points else ", zero points too"

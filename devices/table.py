@@ -1,6 +1,6 @@
 """The rows: every device a bundle can be made for, each oddity with its reason."""
 
-from specedge.devices.device import Device, Plugin, Soc
+from specedge.devices.device import Device, Package, Plugin, Soc
 from specedge.errors import SpecedgeError
 
 # SmolLM2-135M in INT4 on two cores with AVX512-VNNI, 128 to 512 tokens of past: between its exact Q4_1 grid (1.17, 1.33, 1.67,
@@ -10,6 +10,8 @@ _STATIC_COST = ((1, 1.0), (2, 1.3), (4, 1.8), (5, 2.1), (8, 2.7), (12, 3.3), (16
 
 # Large enough that exp() of a masked score is 0 beside any real one, small enough that score + mask stays finite in float16.
 _CPU_MASK = -30000.0
+
+_ANE_WIDEST = 16384  # the largest dimension that the Neural Engine takes
 
 _EXECUTORCH = "pytorch/executorch, backends/qualcomm/serialization/qc_schema.py"
 _QNN = Plugin(
@@ -109,6 +111,50 @@ _ROWS = (
         verify_cost=_STATIC_COST,  # assumed, until one is measured on a chip
         verified="numbers, in its emulator; never on a chip",
         plugin=_QNN,
+    ),
+    # Apple's Neural Engine. It is wrong on, or leaves, 4-bit weights with several scales in a row.
+    Device(
+        "coreml-ane",
+        "CoreML",
+        "delta",
+        static=True,
+        mask_value=-10000.0,  # infinity, and what overflows to it, turns into NaN there
+        accuracy_level=0,
+        widest_block=128,
+        dtype="float16",
+        embeds=True,  # a lookup in a table of more than 16,384 rows would leave the Neural Engine
+        widest_output=_ANE_WIDEST,
+        ragged=False,
+        pads=True,
+        zero_points=True,
+        prepares=False,
+        one_call=False,
+        default_widths=(1, 5),
+        verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
+        verified="numbers, by an evaluator of the saved package; never on a Mac",
+        package=Package("CPU_AND_NE", "iOS18", 15, _ANE_WIDEST, blocks=False),
+    ),
+    # The GPU of a Mac, or of a phone.
+    Device(
+        "coreml-gpu",
+        "CoreML",
+        "delta",
+        static=True,
+        mask_value=-10000.0,
+        accuracy_level=0,
+        widest_block=128,
+        dtype="float16",
+        embeds=True,
+        widest_output=None,
+        ragged=False,
+        pads=True,
+        zero_points=True,
+        prepares=False,
+        one_call=False,
+        default_widths=(1, 5),
+        verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
+        verified="numbers, by an evaluator of the saved package; never on a Mac",
+        package=Package("CPU_AND_GPU", "iOS18", 15, None, blocks=True),
     ),
 )
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specedge import bundle as bundles
 from specedge.bundle import Bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
-from specedge.errors import UsageError
+from specedge.errors import SpecedgeError, UsageError
 from specedge.export.calibration_text import read_calibration
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.decoder import NORMED
@@ -21,14 +22,18 @@ from specedge.export.heads import write_eagle, write_medusa
 from specedge.export.medusa import open_medusa
 from specedge.export.plan import check_recipe
 from specedge.export.request import Request
-from specedge.export.roles import Place, write_model
+from specedge.export.roles import DECODE, Place, write_model
 from specedge.export.self_text import writer_of
+from specedge.export.store import settle
 from specedge.export.unroll import Ranks
 from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.folders import new_folder
 from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
 from specedge.progress import Progress, silent
 from specedge.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # coremltools may be absent
+    from specedge.export.to_coreml import PackageWriter
 
 _log = logging.getLogger(__name__)
 _CONTEXT = 1024
@@ -62,6 +67,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         raise UsageError(
             f"draft device {draft_device.name!r}: computes in {draft_device.dtype}, and heads in the target's {recipe.dtype}"
         )
+    if (medusa or eagle) and device != draft_device and (device.package or draft_device.package):
+        raise UsageError(f"draft device {draft_device.name!r}: heads lie in the target's package; leave it out")
     if medusa or eagle:  # a head reads what the target gives, and its matrices
         draft_recipe = request.drafter.on(device)
     with new_folder(request.output, request.force, bundles.is_bundle) as folder:
@@ -75,8 +82,10 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             check_recipe("draft", draft, draft_recipe)
         check_recipe("target", target, recipe)
         documents = _calibration(request, target, folder, allowed, context, progress)
-        place = Place(folder, device, context, request, progress, documents)
-        beside = replace(place, device=draft_device)
+        place = Place(folder, device, context, request, progress, documents, _package(folder, "target", device))
+        beside = replace(
+            place, device=draft_device, package=_package(folder, "draft", draft_device) if draft else place.package
+        )
         roles = {}
         if draft:
             one_call = draft_device.one_call if request.one_call is None else request.one_call
@@ -86,6 +95,10 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         if eagle:
             roles["eagle"] = write_eagle(eagle, target, roles["target"], verify, widths, beside, draft_recipe, drafted)
         heads = {"medusa": write_medusa(medusa, roles["target"], beside, draft_recipe)} if medusa else {}
+        packages = [package for package in dict.fromkeys((place.package, beside.package)) if package]
+        packed = {at: weight for package in packages for at, weight in package.save(DECODE).items()}
+        roles = {name: replace(role, weights=settle(folder, name, role.weights, packed)) for name, role in roles.items()}
+        heads = {name: replace(head, weights=settle(folder, name, head.weights, packed)) for name, head in heads.items()}
         own = [name for name, there in (("draft", draft), ("medusa", medusa), ("eagle", eagle)) if there]
         manifest = Manifest(
             schema=SCHEMA,
@@ -114,6 +127,23 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         )
         (folder / bundles.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return bundles.open_bundle(request.output)
+
+
+def _package(folder: Path, role: str, device: Device) -> "PackageWriter | None":
+    """Where the graphs of a role go, on devices that run packages.
+
+    Raises:
+        SpecedgeError: coremltools is not installed.
+    """
+    if device.package is None:
+        return None
+    try:
+        from specedge.export.to_coreml import PackageWriter  # its package is an extra
+    except ImportError as error:
+        raise SpecedgeError(
+            f"device {device.name!r}: needs coremltools, which is not installed here ({error}); pip install 'specedge[coreml]'"
+        ) from error
+    return PackageWriter(folder, f"{role}/model.mlpackage", device)
 
 
 def _calibration(

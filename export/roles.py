@@ -1,8 +1,9 @@
 """A model of a bundle: its weight file, its graphs, and their entry in the manifest."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -23,12 +24,20 @@ from specedge.export.unroll import Ranks, expand
 from specedge.manifest import Graph, KVLayout, Role, Rope, Unrolled, Weight
 from specedge.progress import Progress
 
+DECODE = "decode"
+"""The function of a package that takes one token."""
+if TYPE_CHECKING:  # coremltools may be absent
+    from specedge.export.to_coreml import PackageWriter
+
 TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What all models of a bundle share: the folder they are written to, the device, the context, the request."""
+    """What all models of a bundle share: the folder they are written to, the device, the context, the request.
+
+    Graphs become functions of the `package`, where there is one.
+    """
 
     folder: Path
     device: Device
@@ -36,6 +45,7 @@ class Place:
     request: Request
     progress: Progress
     documents: Sequence[Sequence[int]] = ()  # token ids of calibration text
+    package: "PackageWriter | None" = None
 
 
 @dataclass(slots=True)
@@ -54,12 +64,20 @@ class GraphWriter:
 
     def __call__(self, name: str, model: ir.Model, width: int | None) -> Graph:
         """Write one; its name, its width as the manifest says it."""
+        graph = self._as_function(name, model, width) if self.place.package else self._as_file(name, model, width)
+        self._done += 1
+        self.place.progress(f"{self.label}: graphs", self._done, self.total)
+        return graph
+
+    def _as_file(self, name: str, model: ir.Model, width: int | None) -> Graph:
         file = f"{self.start}{name}.onnx"
         lower(model, self.weights, self.place.device, file)
         to_onnx.write(model, self.place.folder / file)
-        self._done += 1
-        self.place.progress(f"{self.label}: graphs", self._done, self.total)
         return to_onnx.describe(model, file, width)
+
+    def _as_function(self, name: str, model: ir.Model, width: int | None) -> Graph:
+        assert self.place.package is not None
+        return self.place.package.add(f"{self.start.rpartition('/')[2]}{name}", model, self.weights, width)
 
 
 def write_model(
@@ -92,7 +110,8 @@ def write_model(
     layout = layout_of(config, kv, place)
     if device.static:
         body = delta_body(config, recipe.dtype, taps)
-        graphs = [write(f"step_{width}", step(body, layout.at(width)), width) for width in steps]
+        names = {width: _function_name(width, widths) if place.package else f"step_{width}" for width in steps}
+        graphs = [write(name, step(body, layout.at(width)), width) for width, name in names.items()]
     else:
         graphs = [write("step", to_onnx.trace_in_place(config, place.context, recipe.dtype, taps), None)]
     unrolled: tuple[Unrolled, ...] = ()
@@ -115,6 +134,11 @@ def write_model(
         first=(),
         unrolled=unrolled,
     )
+
+
+def _function_name(width: int, verify: Collection[int]) -> str:
+    """What a step of a package is called; the chunk, if nothing of that width is verified, is all that is left."""
+    return DECODE if width == 1 else f"verify_{width}" if width in verify else "prefill"
 
 
 def kv_layout(config: DecoderConfig, form: Form, dtype: str, context: int) -> KVLayout:

@@ -1,6 +1,7 @@
 """Tensors of a checkpoint into a weight file, each in the form it was asked for."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from specedge.export.families import joined_layers
 from specedge.export.plan import Plan
 from specedge.export.recipe import FITS, SCALES, Recipe
 from specedge.export.tensors import Tensors
-from specedge.export.weights import Stored, WeightWriter
-from specedge.manifest import Weight
+from specedge.export.weights import Stored, StoredAt, WeightWriter, place_of
+from specedge.manifest import EMBEDDING, VOCABULARY, Weight
 from specedge.progress import Progress
 from specedge.quant.pack import Quantized
 from specedge.quant.rounding import round_to_nearest
@@ -49,6 +50,44 @@ def write_weights(
         for tensor in more:
             weights += writer.add([tensor])
     return weights
+
+
+def settle(folder: Path, label: str, weights: Sequence[Weight], packed: Mapping[StoredAt, Weight]) -> tuple[Weight, ...]:
+    """The weights of a model once a package holds them; of its own file, what a host reads and what the package lacks is kept.
+
+    `packed` are packages' weights, or pieces of them, by where they were; a model that none of them holds stays as it is.
+    """
+    if not {weight.file for weight in weights} & {file for file, _, _ in packed}:
+        return tuple(weights)
+    settled, kept = [], []
+    for weight in weights:
+        place, pieces = place_of(weight), _pieces(weight, packed)
+        if weight.name in (EMBEDDING, VOCABULARY) or not (place in packed or pieces):
+            kept.append(weight)
+        elif place in packed:
+            weight = replace(packed[place], name=weight.name)
+        else:
+            weight = replace(weight, parts={}, file=pieces[0].file, pieces=tuple(piece.parts for piece in pieces))
+        settled.append(weight)
+    path = folder / label / _FILE
+    partial = path.with_suffix(".partial")
+    with WeightWriter(partial, f"{label}/{_FILE}") as writer:
+        copies = {weight.name: writer.copy(weight, path) for weight in kept}
+    os.replace(partial, path)
+    if not kept:
+        path.unlink()
+    return tuple(copies.get(weight.name, weight) for weight in settled)
+
+
+def _pieces(weight: Weight, packed: Mapping[StoredAt, Weight]) -> list[Weight]:
+    """The pieces that a package holds of a weight, in the order of its rows."""
+    first = min(weight.parts.values(), key=lambda extent: extent.offset)
+    inside = [
+        (place[1], piece)
+        for place, piece in packed.items()
+        if place[0] == weight.file and place[2] != weight.shape and first.offset <= place[1] < first.offset + first.bytes
+    ]
+    return [piece for _, piece in sorted(inside, key=lambda one: one[0])]
 
 
 def _store(name: str, tensors: Tensors, plan: Plan) -> Stored:

@@ -73,16 +73,17 @@ def write(model: ir.Model, path: Path) -> None:
 def describe(model: ir.Model, file: str, width: int | None) -> Graph:
     """The graph as the manifest lists it."""
     ops = Counter(node.op_type for node in model.graph.all_nodes())
-    return Graph(file, width, _specs(model.graph.inputs), _specs(model.graph.outputs), dict(sorted(ops.items())))
+    return Graph(file, width, specs(model.graph.inputs), specs(model.graph.outputs), dict(sorted(ops.items())), None)
 
 
-def _specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
-    specs = []
+def specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
+    """Graph inputs or outputs as the manifest lists them."""
+    found = []
     for value in values:
         assert value.shape is not None and value.dtype is not None and value.name is not None
         shape = tuple(size if isinstance(size, int) else str(size.value) for size in value.shape)
-        specs.append(TensorSpec(value.name, str(np.dtype(value.dtype.numpy())), shape))
-    return tuple(specs)
+        found.append(TensorSpec(value.name, str(np.dtype(value.dtype.numpy())), shape))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)

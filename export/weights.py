@@ -85,6 +85,14 @@ class WeightWriter:
             for tensor, extent in zip(tensors, extents, strict=True)
         ]
 
+    def copy(self, weight: Weight, path: Path) -> Weight:
+        """Store a weight as it lies in another file."""
+        parts = {}
+        for name, extent in weight.parts.items():
+            self._align(extent.bytes)
+            parts[name] = self._append(read_part(path, extent))
+        return replace(weight, parts=parts, file=self._file_name)
+
     def _align(self, size: int) -> None:
         alignment = PAGE if size >= _SMALL else 64
         self._file.seek(-(-self._file.tell() // alignment) * alignment)
@@ -110,6 +118,14 @@ def _parts(values: Array | Quantized, widest_block: int, zero_points: bool, dtyp
     if blocked.minima is not None:
         parts |= {"offsets": blocked.offsets().astype(dtype), "minima": blocked.minima}
     return parts
+
+
+StoredAt = tuple[str, int, tuple[int, ...]]
+
+
+def place_of(weight: Weight) -> StoredAt:
+    """What tells a stored weight from all others, whatever their names: file, offset and shape."""
+    return weight.file, min(extent.offset for extent in weight.parts.values()), weight.shape
 
 
 def side_by_side(weights: Sequence[Weight]) -> Weight | None:
@@ -150,25 +166,46 @@ def block_size(weight: Weight) -> int:
 
 def read_float32(weight: Weight, path: Path) -> tuple[Float32, Float32 | None]:
     """Values of a stored weight in float32, dequantised, and the size of a quantisation step at each (None: not quantised)."""
+    if weight.pieces:
+        read = [read_float32(piece, path) for piece in pieces_of(weight)]
+        steps = [step for _, step in read if step is not None]
+        return np.concatenate([values for values, _ in read]), np.concatenate(steps) if steps else None
     if "values" in weight.parts:
-        return _read(path, weight.parts["values"]).astype(np.float32), None
-    stored = _read_quantized(weight, path)
+        return read_part(path, weight.parts["values"]).astype(np.float32), None
+    stored = read_quantized(weight, path)
     block = stored.scheme.block(weight.shape[1])
-    steps = np.repeat(np.abs(stored.scales.astype(np.float32)), block, axis=1)[:, : weight.shape[1]]
-    return stored.dequantize(), steps
+    spans = np.repeat(np.abs(stored.scales.astype(np.float32)), block, axis=1)[:, : weight.shape[1]]
+    return stored.dequantize(), spans
 
 
-def _read_quantized(weight: Weight, path: Path) -> Quantized:
+def pieces_of(weight: Weight) -> list[Weight]:
+    """The rows of a weight that are stored together, as weights."""
+    rows = [next(iter(parts.values())).shape[0] for parts in weight.pieces]
+    return [
+        replace(weight, shape=(count, *weight.shape[1:]), parts=parts, pieces=())
+        for count, parts in zip(rows, weight.pieces, strict=True)
+    ]
+
+
+def read_quantized(weight: Weight, path: Path) -> Quantized:
     """In blocks, also where the scheme has one scale per channel."""
-    parts: dict[str, Any] = {name: _read(path, extent) for name, extent in weight.parts.items()}
+    parts: dict[str, Any] = {name: read_part(path, extent) for name, extent in weight.parts.items()}
     scheme = Scheme.from_name(weight.scheme)
-    codes = unpack_codes(parts["codes"], scheme.bits)
-    _, blocks, block = codes.shape
-    zero_points = parts.get("zero_points")
-    unpacked = None if zero_points is None else unpack_zero_points(zero_points, scheme.bits, blocks)
+    packed = parts["codes"]
+    if packed.dtype == np.int8:  # as two's complement
+        packed = packed.view(np.uint8) ^ np.uint8(0x88 if scheme.bits == 4 else 0x80)
+    codes = unpack_codes(packed, scheme.bits)
+    rows, blocks, block = codes.shape
+    unpacked = parts.get("zero_points")
+    if unpacked is not None and unpacked.ndim == 1:  # rows that do not begin on bytes of their own
+        unpacked = unpack_codes(unpacked, scheme.bits)[: rows * blocks].reshape(rows, blocks)
+    elif unpacked is not None:
+        unpacked = unpack_zero_points(unpacked, scheme.bits, blocks)
     shape = (weight.shape[0], weight.shape[1])
-    return Quantized(replace(scheme, group=block), shape, codes, parts["scales"], unpacked, parts.get("minima"))
+    group = None if block == shape[1] else block
+    return Quantized(replace(scheme, group=group), shape, codes, parts["scales"], unpacked, parts.get("minima"))
 
 
-def _read(path: Path, extent: Extent) -> Array:
+def read_part(path: Path, extent: Extent) -> Array:
+    """One part of a stored weight, mapped."""
     return np.memmap(path, extent.dtype, "r", extent.offset, extent.shape)

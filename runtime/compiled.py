@@ -10,7 +10,9 @@ from specedge.errors import SpecedgeError, UsageError
 from specedge.folders import new_folder
 from specedge.manifest import File, Graph
 from specedge.progress import Progress
+from specedge.runtime.binding import OpenGraph
 from specedge.runtime.compiler import compile_graphs
+from specedge.runtime.coreml import PackageFunction
 from specedge.runtime.probe import Provider, find_provider
 from specedge.runtime.session import VERSION, Session
 
@@ -140,8 +142,10 @@ def why_stale(bundle: Bundle, record: Compiled, provider: Provider) -> str | Non
     return None
 
 
-def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None = None) -> Session:
+def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None = None) -> OpenGraph:
     """A session over a graph: over its context where one is compiled for this machine, else over the graph itself.
+
+    Functions of packages are Core ML's, or the evaluator's.
 
     An emulator cannot load contexts, so there it is always the graph.
 
@@ -149,6 +153,8 @@ def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None
         SpecedgeError: There is a context, and it was made of something else than what is here, or is damaged; or there are
             contexts for several chips, and nothing says which this one is.
     """
+    if device.package:
+        return PackageFunction(bundle.file(graph.file), graph, device)
     if device.plugin is None or (provider := find_provider(device)).emulated:
         return Session(bundle.file(graph.file), graph, device, threads)
     found = read_compiled(bundle, device)

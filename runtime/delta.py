@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.manifest import Graph, Role
+from specedge.runtime.binding import Binding, OpenGraph
 from specedge.runtime.cache import KVCache
 from specedge.runtime.embedding import Embedding
 from specedge.runtime.pieces import Pieces
 from specedge.runtime.sequence import Array, Logits, Positions, Sequence
-from specedge.runtime.session import Binding, Session
 
 
 class _Step:
@@ -63,7 +63,7 @@ class DeltaSequence(Sequence):
     """One session per static width; a step runs in the smallest that fits, padded, and commit copies what was accepted."""
 
     def __init__(
-        self, role: Role, tables: Array, sessions: dict[int | None, Session], embedding: Embedding | None = None
+        self, role: Role, tables: Array, sessions: dict[int | None, OpenGraph], embedding: Embedding | None = None
     ) -> None:
         super().__init__(role, tables)
         half = self._tables.shape[2]

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.manifest import Graph, Role
+from specedge.runtime.binding import OpenGraph
 from specedge.runtime.cache import KVCache
 from specedge.runtime.embedding import Embedding
 from specedge.runtime.pieces import Pieces
-from specedge.runtime.session import Session
 
 Array = npt.NDArray[np.generic]
 
@@ -24,7 +24,7 @@ class DeltaGraph:
 
     def __init__(
         self,
-        session: Session,
+        session: OpenGraph,
         graph: Graph,
         role: Role,
         cache: KVCache,

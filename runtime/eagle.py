@@ -11,6 +11,7 @@ from specedge.bundle import Bundle
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.manifest import VOCABULARY, Graph
+from specedge.runtime.binding import OpenGraph
 from specedge.runtime.cache import KVCache
 from specedge.runtime.compiled import open_graph
 from specedge.runtime.delta_graph import DeltaGraph
@@ -18,7 +19,6 @@ from specedge.runtime.embedding import Embedding
 from specedge.runtime.law import Ids
 from specedge.runtime.rope import rope_tables
 from specedge.runtime.sample import Logits
-from specedge.runtime.session import Session
 from specedge.runtime.unrolled import Drafted, Expansion, Unrolling
 
 Rows = npt.NDArray[np.float32]
@@ -134,7 +134,7 @@ class EagleHead:
             return graphs[None]
         return graphs[min(width for width in graphs if width is not None and width >= rows)]
 
-    def _open(self, graph: Graph) -> Session:
+    def _open(self, graph: Graph) -> OpenGraph:
         session = open_graph(self._bundle, graph, self._device, self._threads)
         self.nodes.update(session.nodes)
         return session

@@ -6,16 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.manifest import Role
+from specedge.runtime.binding import OpenGraph
 from specedge.runtime.cache import unwritten
 from specedge.runtime.sequence import Array, Logits, Positions, Sequence
-from specedge.runtime.session import Session
 from specedge.runtime.tree import TokenTree
 
 
 class InPlaceSequence(Sequence):
     """One session of symbolic width that writes its columns into the cache itself."""
 
-    def __init__(self, role: Role, tables: Array, sessions: dict[int | None, Session]) -> None:
+    def __init__(self, role: Role, tables: Array, sessions: dict[int | None, OpenGraph]) -> None:
         super().__init__(role, tables)
         self._binding = sessions[None].bind()
         dtype = role.kv.dtype

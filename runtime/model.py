@@ -10,13 +10,13 @@ from specedge.devices.device import Device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.manifest import Graph, Role
 from specedge.runtime import prepared
+from specedge.runtime.binding import OpenGraph
 from specedge.runtime.compiled import open_graph
 from specedge.runtime.delta import DeltaSequence
 from specedge.runtime.embedding import Embedding
 from specedge.runtime.in_place import InPlaceSequence
 from specedge.runtime.rope import rope_tables
 from specedge.runtime.sequence import Sequence
-from specedge.runtime.session import Session
 from specedge.runtime.unrolled import Unrolling
 
 
@@ -49,7 +49,7 @@ class Model:
             raise UsageError(f"prepare: device {device.name!r} has no prepared form of its graphs; leave it to the default")
         if prepare is None:
             prepare = device.prepares and self.role.stored_bytes >= prepared.WORTH_IT
-        self.sessions: dict[int | None, Session] = {}
+        self.sessions: dict[int | None, OpenGraph] = {}
         self.weight_files: set[Path] = set()
         for graph in self.role.graphs:
             if prepare:
@@ -71,17 +71,17 @@ class Model:
     def unrolling(self, sequence: Sequence) -> Unrolling:
         """What can be drafted in one call behind the text of `sequence`."""
 
-        def session(graph: Graph) -> Session:
+        def session(graph: Graph) -> OpenGraph:
             return open_graph(self._bundle, graph, self._device, self._threads)
 
         return Unrolling(self.role, sequence.cache, self.tables, session)
 
-    def _sequence(self, sessions: dict[int | None, Session]) -> Sequence:
+    def _sequence(self, sessions: dict[int | None, OpenGraph]) -> Sequence:
         if self.role.form == "in-place":
             return InPlaceSequence(self.role, self.tables, sessions)
         return DeltaSequence(self.role, self.tables, sessions, self._embedding)
 
-    def _same(self, first: Session, second: Session) -> bool:
+    def _same(self, first: OpenGraph, second: OpenGraph) -> bool:
         """Whether two sessions of symbolic width give the same logits, bit for bit."""
         ids = np.arange(min(4, self.role.widest, self.role.context, self.role.vocab_size))
         one, other = (self._sequence({None: session}).step(ids.tolist()) for session in (first, second))
@@ -89,7 +89,7 @@ class Model:
 
 
 def _check(role: Role, where: str) -> None:
-    """What the manifest says of a role against what it says of the role's graphs, which `Session` compares with the files."""
+    """What the manifest says of a role against what it says of the role's graphs, which `OpenGraph` compares with the files."""
     kv = role.kv
     names = [f"past_{kind}_{layer}" for layer in range(kv.layers) for kind in ("key", "value")]
     expected = dict.fromkeys(names, ((1, kv.heads, kv.slots, kv.head_dim), kv.dtype))

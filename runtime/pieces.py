@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.manifest import Graph
-from specedge.runtime.session import Binding
+from specedge.runtime.binding import Binding
 
 Array = npt.NDArray[np.generic]
 

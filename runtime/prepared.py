@@ -28,6 +28,7 @@ from specedge.cachedir import cache_dir
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.manifest import Graph, Role
+from specedge.runtime.binding import OpenGraph
 from specedge.runtime.compiled import open_graph
 from specedge.runtime.session import PREPARED_GRAPH, PREPARED_WEIGHTS, VERSION, Session
 
@@ -43,14 +44,14 @@ _RECORD = "prepared.json"
 _log = logging.getLogger(__name__)
 _said: set[str] = set()  # lines a process has logged already: it may open the same bundle often
 
-Same = Callable[[Session, Session], bool]
+Same = Callable[[OpenGraph, OpenGraph], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A session and the file whose pages are its weights."""
 
-    session: Session
+    session: OpenGraph
     weight_file: Path
 
 

@@ -1,6 +1,7 @@
 """Which rows of the device table this machine can run, and why not the others."""
 
 import importlib
+import logging
 import platform
 import threading
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from specedge.devices.device import Device, Options, Plugin, Soc
+from specedge.devices.device import Device, Options, Package, Plugin, Soc
 from specedge.errors import SpecedgeError, UsageError
 
 _registering = threading.Lock()
@@ -19,7 +20,7 @@ class Provider:
     """A row's execution provider as it is found here.
 
     `sdk` is what a plug-in is built on, `soc` what it compiles for and emulates (None on the device itself), `devices` are
-    onnxruntime's, of a plug-in.
+    onnxruntime's, of a plug-in. `evaluated` says that it is not Core ML that runs a package.
     """
 
     device: Device
@@ -27,11 +28,12 @@ class Provider:
     sdk: str
     soc: Soc | None
     devices: tuple[Any, ...] = ()
+    evaluated: bool = False
 
     @property
     def emulated(self) -> bool:
-        """Whether the NPU is not here: numbers are right, times mean nothing."""
-        return self.soc is not None
+        """Whether the device is not here: numbers are right, times mean nothing."""
+        return self.soc is not None or self.evaluated
 
     def options(self, more: Options = (), **values: str) -> dict[str, str]:
         """The plug-in's options for a session."""
@@ -50,6 +52,8 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
         SpecedgeError: It is not here; says what is, and what to install.
     """
     plugin = device.plugin
+    if device.package:
+        return _find_core_ml(device, device.package)
     if plugin is None:
         here = ort.get_available_providers()
         if soc is not None:
@@ -79,6 +83,20 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
     if not found:
         raise SpecedgeError(f"device {device.name!r}: {device.provider} finds no device of its own on this machine")
     return Provider(device, str(package.__version__), _sdk(plugin), chosen, found)
+
+
+def _find_core_ml(device: Device, package: Package) -> Provider:
+    logging.getLogger("coremltools").setLevel(logging.ERROR)  # it warns of what only matters to those who convert
+    try:
+        version = str(importlib.import_module("coremltools").__version__)
+    except ImportError as error:
+        raise SpecedgeError(
+            f"device {device.name!r}: needs coremltools, which is not installed here ({error}); pip install 'specedge[coreml]'"
+        ) from error
+    system = platform.mac_ver()[0]
+    if system and not package.evaluated and int(system.split(".")[0]) < package.macos:
+        raise SpecedgeError(f"device {device.name!r}: its packages need macOS {package.macos}, this is {system}")
+    return Provider(device, version, f"macOS {system}" if system else "", None, evaluated=package.evaluated or not system)
 
 
 def probe(device: Device) -> Provider | str:

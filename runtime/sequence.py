@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.manifest import Role
+from specedge.runtime.binding import Binding
 from specedge.runtime.cache import KVCache
-from specedge.runtime.session import Binding
 from specedge.runtime.tree import TokenTree
 
 Array = npt.NDArray[np.generic]

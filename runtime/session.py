@@ -76,12 +76,12 @@ class Session:
         """How many nodes which provider took; of plug-ins only."""
         return _count_nodes(self._session)
 
-    def bind(self) -> "Binding":
+    def bind(self) -> "OrtBinding":
         """Fresh bindings of this graph's inputs and outputs."""
-        return Binding(self._session)
+        return OrtBinding(self._session)
 
 
-class Binding:
+class OrtBinding:
     """Inputs and outputs tied to the caller's arrays: a run reads and writes them where they lie."""
 
     def __init__(self, session: ort.InferenceSession) -> None:

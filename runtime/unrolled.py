@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.manifest import Graph, Role, Unrolled
+from specedge.runtime.binding import OpenGraph
 from specedge.runtime.cache import KVCache
 from specedge.runtime.delta_graph import Array, DeltaGraph
 from specedge.runtime.in_graph import InGraph
 from specedge.runtime.law import Law
 from specedge.runtime.sample import Logits, best
-from specedge.runtime.session import Session
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.tree import ROOT, Proposal, TokenTree
 
@@ -36,7 +36,7 @@ class Drafted:
 class Expansion:
     """A chain or tree that one call drafts; its graph is opened when it is first needed."""
 
-    def __init__(self, record: Unrolled, role: Role, cache: KVCache, tables: Array, open_session: Callable[[Graph], Session]):
+    def __init__(self, record: Unrolled, role: Role, cache: KVCache, tables: Array, open_session: Callable[[Graph], OpenGraph]):
         self.shape = TreeShape.from_paths(record.paths)
         self.fed = tuple(node for node in range(len(record.paths)) if self.shape.children(node))
         """The nodes that have children, in the order of their rows."""
@@ -97,7 +97,7 @@ class Expansion:
 class Unrolling:
     """All that a drafter can draft in one call."""
 
-    def __init__(self, role: Role, cache: KVCache, tables: Array, open_session: Callable[[Graph], Session]) -> None:
+    def __init__(self, role: Role, cache: KVCache, tables: Array, open_session: Callable[[Graph], OpenGraph]) -> None:
         made = [Expansion(record, role, cache, tables, open_session) for record in role.unrolled]
         self._expansions = sorted(made, key=lambda expansion: len(expansion.shape.parents))
 

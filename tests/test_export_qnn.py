@@ -212,7 +212,7 @@ def test_heads_beside_a_float32_target_are_not_for_the_npu(models: Models, tmp_p
 def test_pieces_are_all_there_or_none() -> None:
     def graph(*names: str, columns: int | str = 4) -> Graph:
         outputs = tuple(TensorSpec(name, "float16", (1, 2, columns)) for name in names)
-        return Graph("x.onnx", 2, (), outputs, {})
+        return Graph("x.onnx", 2, (), outputs, {}, None)
 
     whole = graph("logits_0", "logits_1").output("logits")
     assert whole is not None and whole.shape == (1, 2, 8)

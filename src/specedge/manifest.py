@@ -24,13 +24,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One step graph; `width` is None where the width is symbolic."""
+    """One step graph: a file, or a `function` of a Core ML package; `width` is None where the width is symbolic."""
 
     file: str
     width: int | None
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     ops: dict[str, int]
+    function: str | None
 
     def output(self, name: str) -> TensorSpec | None:
         """An output by its name, pieces of it put together."""
@@ -69,7 +70,7 @@ class Weight:
 
     That is nothing, "zero_points", or "minima" with the "offsets" a graph makes up for them with. `source` is the type it
     had in the checkpoint, `method` how it came onto its grid: "kept", "rtn", "clip", "gptq", or "" for floats; `exact` says
-    that no value changed. `file` holds the parts.
+    that no value changed. `file` holds the parts; a package may hold them in `pieces`, some rows after the other.
     """
 
     name: str
@@ -80,10 +81,11 @@ class Weight:
     method: str
     exact: bool
     file: str
+    pieces: tuple[dict[str, Extent], ...] = ()
 
     @property
     def stored_bytes(self) -> int:
-        return sum(extent.bytes for extent in self.parts.values())
+        return sum(extent.bytes for parts in (self.parts, *self.pieces) for extent in parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,7 @@ def weight_files(weights: tuple[Weight, ...]) -> tuple[str, ...]:
 
 
 def _quantised(weights: tuple[Weight, ...]) -> bool:
-    return any("codes" in weight.parts for weight in weights)
+    return any("codes" in parts for weight in weights for parts in (weight.parts, *weight.pieces))
 
 
 def is_tree(paths: tuple[tuple[int, ...], ...]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from specedge.errors import SpecedgeError
 from specedge.manifest import VOCABULARY, Graph, Head, Manifest, Role, Weight, highest_rank, is_tree
 
-_WIDTHS = {"float32": 4, "float16": 2, "uint8": 1, "int32": 4}  # bytes of an element of a weight
+_WIDTHS = {"float32": 4, "float16": 2, "uint8": 1, "int8": 1, "int32": 4}  # bytes of an element of a weight
 Spec = tuple[str, tuple[int | str, ...]]  # dtype, shape
 
 
@@ -40,7 +40,7 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
         for weight in role.weights:
             yield f"roles.{name}.weights ({weight.name} in {weight.file})", _lies_in(weight, manifest)
         yield f"roles.{name}.rotation", (role.rotation is None) == (not any(_of_rotation(weight) for weight in role.weights))
-        yield f"roles.{name}.graphs", all(graph.file in manifest.files for graph in role.all_graphs)
+        yield f"roles.{name}.graphs", all(_is_there(graph, manifest) for graph in role.all_graphs)
         for unrolled in role.unrolled:
             fed = len({path[:-1] for path in unrolled.paths})  # the root and the nodes with children
             inputs, outputs = _inputs(unrolled.graph), _outputs(unrolled.graph)
@@ -68,7 +68,7 @@ def _head_claims(key: str, head: Head, features: set[Spec | None], manifest: Man
     dtypes = {spec[0] for spec in features if spec}
     yield f"{key}.kind", head.kind == "medusa"
     yield f"{key}.hidden", {spec and spec[1][-1] for spec in features} == {head.hidden}
-    yield f"{key}.graph", head.graph.file in manifest.files and {spec.name for spec in head.graph.inputs} == {"hidden"}
+    yield f"{key}.graph", _is_there(head.graph, manifest) and {spec.name for spec in head.graph.inputs} == {"hidden"}
     yield f"{key}.graph (hidden)", _inputs(head.graph)["hidden"] in {(dtype, (1, 1, head.hidden)) for dtype in dtypes}
     given = head.graph.output("head_logits")
     shape = given.shape if given else ()
@@ -104,6 +104,11 @@ def _eagle_claims(eagle: Role, target: Role, features: set[Spec | None]) -> Iter
     yield "roles.eagle.weights (vocabulary)", own is None or ids == (4 * eagle.vocab_size, "int32", (eagle.vocab_size,))
 
 
+def _is_there(graph: Graph, manifest: Manifest) -> bool:
+    """Whether its file is one of the bundle's; a package is a folder of files."""
+    return graph.file in manifest.files or (graph.function is not None and f"{graph.file}/Manifest.json" in manifest.files)
+
+
 def _has_cache(graph: Graph, role: Role) -> bool:
     """Whether a graph reads the KV buffers of its role."""
     kv = role.kv
@@ -135,7 +140,8 @@ def _lies_in(weight: Weight, manifest: Manifest) -> bool:
         part.offset >= 0 <= part.bytes <= size - part.offset
         and _WIDTHS.get(part.dtype, -1) * math.prod(part.shape) == part.bytes
         and min(part.shape, default=1) > 0
-        for part in weight.parts.values()
+        for parts in (weight.parts, *weight.pieces)
+        for part in parts.values()
     )
 
 

@@ -1,0 +1,113 @@
+"""A function of a Core ML package, opened: by Core ML on a Mac, by the evaluator elsewhere."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specedge.devices.device import Device
+from specedge.errors import SpecedgeError
+from specedge.manifest import Graph
+from specedge.runtime.probe import find_provider
+
+Array = npt.NDArray[Any]
+Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Inputs by name to outputs by name."""
+
+
+class PackageFunction:
+    """One function of a package, checked against what the manifest says of it."""
+
+    def __init__(self, package: Path, graph: Graph, device: Device) -> None:
+        emulated = find_provider(device).emulated  # says what to install where coremltools is missing
+        _check(package, graph)
+        self._predict = (_evaluated if emulated else _opened)(package, graph, device)
+        self.nodes: dict[str, int] = {}
+        """Core ML keeps to itself which unit takes an op."""
+
+    def bind(self) -> "PackageBinding":
+        return PackageBinding(self._predict)
+
+
+class PackageBinding:
+    """Inputs and outputs tied to the caller's arrays; they are copied in and out, as Core ML takes no others' memory."""
+
+    def __init__(self, predict: Predict) -> None:
+        self._predict = predict
+        self._inputs: dict[str, Array] = {}
+        self._outputs: dict[str, Array] = {}
+
+    def input(self, name: str, array: Array) -> None:
+        self._inputs[name] = array
+
+    def output(self, name: str, array: Array) -> None:
+        self._outputs[name] = array
+
+    def run(self) -> None:
+        made = self._predict(self._inputs)
+        for name, array in self._outputs.items():
+            np.copyto(array, made[name].reshape(array.shape), casting="same_kind")
+
+
+def _evaluated(package: Path, graph: Graph, device: Device) -> Predict:
+    from specedge.runtime.evaluator import open_program
+
+    program, function = open_program(package), graph.function
+    assert function is not None
+    return lambda inputs: program.run(function, inputs)
+
+
+def _opened(package: Path, graph: Graph, device: Device) -> Predict:
+    assert device.package is not None
+    coremltools = importlib.import_module("coremltools")
+    try:
+        model = coremltools.models.MLModel(
+            str(package),
+            compute_units=coremltools.ComputeUnit[device.package.compute_units],
+            function_name=graph.function,
+        )
+    except Exception as error:  # Core ML's own errors come as what its bindings make of them
+        raise SpecedgeError(f"{package}: {graph.function}: Core ML cannot open it ({_first_line(error)})") from error
+
+    def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        made: Mapping[str, Array] = model.predict(dict(inputs))
+        return made
+
+    return predict
+
+
+def _check(package: Path, graph: Graph) -> None:
+    """Names, types and shapes of a function, as the package itself describes them.
+
+    Raises:
+        SpecedgeError: They are not the manifest's, or the package cannot be read.
+    """
+    utils = importlib.import_module("coremltools.models.utils")
+    try:
+        functions = {function.name: function for function in utils.load_spec(str(package)).description.functions}
+    except Exception as error:  # whatever the parser raises
+        raise SpecedgeError(f"{package}: cannot be read ({_first_line(error)}); convert again") from error
+    if graph.function not in functions:
+        raise SpecedgeError(f"{package}: has no function {graph.function!r}, but {', '.join(functions)}; convert again")
+    described = functions[graph.function]
+    for kind, features, expected in (("input", described.input, graph.inputs), ("output", described.output, graph.outputs)):
+        found = {feature.name: _type(feature) for feature in features}
+        wanted = {spec.name: (spec.dtype, spec.shape) for spec in expected}
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                raise SpecedgeError(
+                    f"{package}: {graph.function}: {kind} {name}: manifest says {wanted.get(name)}, package has "
+                    f"{found.get(name)}; convert again"
+                )
+
+
+def _type(feature: Any) -> tuple[str, tuple[int, ...]]:
+    array = feature.type.multiArrayType
+    return array.ArrayDataType.Name(array.dataType).lower(), tuple(array.shape)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

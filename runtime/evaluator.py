@@ -1,0 +1,142 @@
+"""Core ML's arithmetic without Core ML: a saved package, read back and run op by op in numpy.
+
+Every op is computed in float32 from float16 numbers, and its result rounded to float16, as Core ML does with float16 programs
+on the Neural Engine and the GPU; sums are more exact than theirs may be.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specedge.errors import SpecedgeError
+
+Array = npt.NDArray[Any]
+
+_DATA = "Data/com.apple.CoreML"
+_MODEL, _WEIGHTS = f"{_DATA}/model.mlmodel", f"{_DATA}/weights"
+
+
+class Program:
+    """All functions of a package; weights that several read are there once."""
+
+    def __init__(self, package: Path) -> None:
+        from coremltools.converters.mil.frontend.milproto.load import load
+        from coremltools.models.utils import load_spec
+
+        self._lock = threading.Lock()
+        try:
+            spec = load_spec(str(package))
+            self._program = load(spec, spec.specificationVersion, str(package / _WEIGHTS))
+        except Exception as error:  # coremltools raises whatever its parsers do
+            raise SpecedgeError(f"{package}: cannot be read ({str(error)[:200]}); convert again") from error
+        self._made: dict[str, list[tuple[list[Array], Array]]] = {}
+        self._ready: set[str] = set()
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """By their names, as coremltools reads them."""
+        functions: dict[str, Any] = self._program.functions
+        return functions
+
+    def run(self, name: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs of a function by their names, in the types that it declares.
+
+        Raises:
+            SpecedgeError: It has an op that nothing here can compute.
+        """
+        function = self.functions[name]
+        with self._lock, np.errstate(all="ignore"):  # what is not finite is for the reader of the outputs to refuse
+            self._prepare(function)
+            for key, var in function.inputs.items():
+                _set(var, inputs[key])
+            for op in function.operations:
+                if op.op_type != "const" and not op.op_type.startswith("constexpr_"):
+                    made = _compute(op)
+                    for var, value in zip(op.outputs, made if isinstance(made, (list, tuple)) else [made], strict=True):
+                        _set(var, value)
+            return {var.name: var.val.astype(_dtype(var)) for var in function.outputs}
+
+    def _prepare(self, function: Any) -> None:
+        """Give a function's constants the values they stand for."""
+        if function.name in self._ready:
+            return
+        for op in function.operations:
+            if op.op_type.startswith("constexpr_"):
+                parts = [var for var in op.inputs.values() if var is not None]
+                self._share(op.outputs[0], parts, op.materialized_val_inference)
+            elif op.op_type == "const" and isinstance(op.outputs[0].val, np.generic):
+                op.outputs[0]._sym_val = SimpleNamespace(val=op.outputs[0].val.item())  # numpy takes no bool of its own for a flag
+            elif op.op_type == "const" and isinstance(op.outputs[0].val, np.ndarray):
+                var = op.outputs[0]
+                if not var.child_ops or not all(reader.op_type.startswith("constexpr_") for reader in var.child_ops):
+                    self._share(var, [var], functools.partial(np.asarray, var.val))
+        self._ready.add(function.name)
+
+    def _share(self, var: Any, parts: list[Any], make: Callable[[], Array]) -> None:
+        """Give a constant the value that another function has made of the same parts, or make it; parts are shared likewise."""
+        own, made = [np.asarray(part.val) for part in parts], self._made.setdefault(var.name, [])
+        same = (one for one in made if len(one[0]) == len(own) and all(map(np.array_equal, one[0], own)))
+        if (found := next(same, None)) is None:
+            found = own, _rounded(var, np.asarray(make()))
+            made.append(found)
+        for part, array in zip(parts, found[0], strict=True):
+            part._sym_val = SimpleNamespace(val=array)
+        var._sym_val = SimpleNamespace(val=found[1])
+
+
+_OPEN: "weakref.WeakValueDictionary[tuple[str, int, int], Program]" = weakref.WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def open_program(package: Path) -> Program:
+    """The program of a package, the same for all who hold it.
+
+    Raises:
+        SpecedgeError: It cannot be read.
+    """
+    stat = (package / _MODEL).stat()
+    key = (str(package.resolve()), stat.st_mtime_ns, stat.st_ino)
+    with _opening:
+        if (program := _OPEN.get(key)) is None:
+            program = _OPEN[key] = Program(package)
+        return program
+
+
+def _silu(op: Any) -> Array:
+    silu: Array = op.x.val / (1 + np.exp(-op.x.val))
+    return silu
+
+
+_OWN: dict[str, Callable[[Any], Array]] = {"silu": _silu}  # coremltools has no arithmetic for these
+
+
+def _compute(op: Any) -> Any:
+    try:
+        return _OWN[op.op_type](op) if op.op_type in _OWN else op.value_inference()
+    except NotImplementedError:
+        raise SpecedgeError(f"op {op.op_type} ({op.name}): coremltools cannot compute it, nor can this version") from None
+
+
+def _set(var: Any, value: Any) -> None:
+    var._sym_val = SimpleNamespace(val=_rounded(var, np.asarray(value)))
+
+
+def _rounded(var: Any, value: Array) -> Array:
+    """A value as the type of `var` has it: float16 numbers in float32."""
+    if _dtype(var) == np.float16:
+        return value.astype(np.float16).astype(np.float32)
+    return value
+
+
+def _dtype(var: Any) -> npt.DTypeLike:
+    from coremltools.converters.mil.mil import types
+
+    dtype: npt.DTypeLike = types.nptype_from_builtin(var.dtype)
+    return dtype
