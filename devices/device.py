@@ -1,6 +1,6 @@
 """What a device is to this project: one frozen row of facts, each checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -62,6 +62,20 @@ class Package:
     blocks: bool
     evaluated: bool = False
 
+    def at_least(self, target: str) -> "Package":
+        """The same for no older system than this one.
+
+        Raises:
+            ValueError: It is older than what the row needs, or unknown.
+        """
+        found = [(ios, macos) for ios, macos in _SYSTEMS if target in (ios, f"macOS{macos}")]
+        if not found or found[0][1] < self.macos:
+            raise ValueError(f"weights of 4 bits, and functions that share them, need {self.target} or macOS{self.macos}")
+        return replace(self, target=found[0][0], macos=found[0][1])
+
+
+_SYSTEMS = (("iOS15", 12), ("iOS16", 13), ("iOS17", 14), ("iOS18", 15), ("iOS26", 26))  # and the macOS of the same year
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -103,6 +117,11 @@ class Device:
         widths = [width for width, _ in self.verify_cost]
         if self.verify_cost[:1] != ((1, 1.0),) or widths != sorted(set(widths)):
             raise ValueError(f"{self.name}: verify_cost must ascend from (1, 1.0), found {self.verify_cost}")
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a row of weights may have several scales."""
+        return self.package is None or self.package.blocks
 
     @property
     def int4(self) -> str:

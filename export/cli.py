@@ -77,14 +77,15 @@ def fetch_command(name: str) -> None:
     show_default=True,
     help="At most so many bits per weight: a tensor on a grid of fewer stays there, see --method.",
 )
-@click.option("--group", type=click.Choice(list(GROUPS)), help="Weights per scale of a new grid (default: 32).")
+@click.option("--group", type=click.Choice(list(GROUPS)), help="Weights per scale of a new grid (default: 32, or channel).")
 @click.option("--asymmetric", is_flag=True, help="A zero point per group of a new grid.")
 @click.option(
     "--method",
     type=click.Choice(["keep", "rtn", "clip", "gptq"]),
     help="keep: tensors that GGUF's Q4_0, Q4_1 or Q8_0, GPTQ or AWQ put on a grid stay there, exactly, unless it has more bits "
     "than --weights; the rest as with clip. Others put everything on new grids. rtn: of the largest weight. clip: of least "
-    "squared error. gptq: calibrated (default: keep, or clip with --group, --asymmetric, --rotate or --bits).",
+    "squared error. gptq: calibrated (default: keep, or clip with --group, --asymmetric, --rotate or --bits; gptq "
+    "for 4 bits where a device takes one scale per row only).",
 )
 @click.option("--rotate", is_flag=True, help="Spread outliers over all columns by a Hadamard rotation folded into the weights.")
 @click.option(
@@ -115,6 +116,7 @@ def fetch_command(name: str) -> None:
 @click.option("--draft-group", type=click.Choice(list(GROUPS)), help="Likewise (default: 32).")
 @click.option("--draft-method", type=click.Choice(["keep", "rtn", "clip", "gptq"]), help="Likewise (default: keep, or clip).")
 @click.option("--draft-head-weights", type=click.Choice(["int4", "int8", "fp16", "fp32"]), help="Likewise.")
+@click.option("--min-target", metavar="SYSTEM", help="The oldest system that runs a Core ML package: iOS18, macOS15 or later.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @json_option
 def convert_command(
@@ -147,6 +149,7 @@ def convert_command(
     draft_group: str | None,
     draft_method: str | None,
     draft_head_weights: str | None,
+    min_target: str | None,
     force: bool,
     json_file: str | None,
 ) -> None:
@@ -161,11 +164,13 @@ def convert_command(
     if draft_device and not other:
         raise UsageError("--draft-device: says where a drafter runs; give --draft, --medusa or --eagle")
     draft_row = get_device(draft_device) if draft_device and draft else row  # heads compute in the target's type
-    recipe = recipes.Options("", weights, head_weights, group, asymmetric, method, rotate, bits, seed).recipe(floats=row.dtype)
-    drafters = recipes.Options("draft-", draft_weights, draft_head_weights, draft_group, False, draft_method)
+    recipe = recipes.Options("", weights, head_weights, group, asymmetric, method, rotate, bits, seed).recipe(row)
+    drafters = recipes.Options(
+        "draft-", draft_weights, draft_head_weights, draft_group, False, draft_method, calibrates=bool(draft)
+    )
     if drafters.given and not other:
         raise UsageError(f"{drafters.given[0]}: says how a drafter is stored; give --draft, --medusa or --eagle")
-    draft_recipe = drafters.recipe(default=weights, floats=draft_row.dtype) if drafters.given else None
+    draft_recipe = drafters.recipe(draft_row, weights) if drafters.given or draft_row.blocks != row.blocks else None
     request = _export("request").Request(
         model=model,
         output=output,
@@ -183,6 +188,7 @@ def convert_command(
         recipe=recipe,
         draft_recipe=draft_recipe,
         calibration=recipes.calibration(calibration, calibration_tokens, seed, recipe, draft_recipe),
+        min_target=min_target,
         force=force,
     )
     out = Output(json_file)
@@ -266,8 +272,8 @@ def _show_report(output: Output, bundle: Path, report: Any) -> None:
         devices = rich.table.Table("on the device", "rows", "cosine", "least", "KL", "top-1 differs", "near-ties", "KV error")
         for found in report.devices:
             numbers = (f"{number:.6f}" for number in (found.cosine_mean, found.cosine_min, found.kl_mean))
-            counts = (str(found.top1_differs), str(found.near_ties))
-            devices.add_row(found.graph, str(found.rows), *numbers, *counts, f"{found.kv_error:.2g}")
+            kv = "-" if found.kv_error is None else f"{found.kv_error:.2g}"
+            devices.add_row(found.graph, str(found.rows), *numbers, str(found.top1_differs), str(found.near_ties), kv)
         output.console.print(devices)
     for layer in report.layers:
         output.console.print(f"stream entering block {layer.block}: {layer.snr_db:.1f} dB above the device's noise")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from specedge.devices.device import Float
+from specedge.devices.device import Device
 from specedge.errors import UsageError
 from specedge.export.calibration_text import Calibration
 from specedge.export.recipe import Form, Method, Recipe
@@ -14,7 +14,7 @@ FLOATS = {"fp32": "float32", "fp16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """As given on the command line; `prefix` begins their names, `draft-` for the drafter's."""
+    """As given on the command line; `prefix` begins their names, `draft-` for the drafter's, which heads do not `calibrate`."""
 
     prefix: str
     weights: str | None
@@ -25,6 +25,7 @@ class Options:
     rotate: bool = False
     bits: float | None = None
     seed: int | None = None
+    calibrates: bool = True
 
     @property
     def given(self) -> list[str]:
@@ -37,8 +38,10 @@ class Options:
         }
         return [f"--{self.prefix}{name}" for name, value in named.items() if value is not None]
 
-    def recipe(self, default: str = "int4", floats: Float = "float32") -> Recipe:
-        """The recipe; `default` are the weights where none were named, `floats` what the device computes in.
+    def recipe(self, device: Device, default: str = "int4") -> Recipe:
+        """The recipe for a device; `default` are the weights where none were named.
+
+        With one scale per row, 4 bits are worth little unless they are calibrated.
 
         Raises:
             UsageError: Options contradict each other.
@@ -51,11 +54,16 @@ class Options:
             raise UsageError(f"{of_grids[0]}: --{self.prefix}weights {weights} is not quantised; leave one of them out")
         if new_grid and self.method == "keep":
             raise UsageError(f"--{self.prefix}method keep: {new_grid[0]} asks for another grid; leave out one of them")
-        keep = not new_grid and self.method in (None, "keep")
-        method: Method = self.method if self.method in ("rtn", "clip", "gptq") else "clip"  # type: ignore[assignment]
+        calibrate = not device.blocks and weights == "int4" and self.calibrates
+        by_default = "gptq" if calibrate else "clip" if new_grid else "keep"
+        chosen = self.method or by_default
+        keep = chosen == "keep"
+        method: Method = "clip" if keep else chosen  # type: ignore[assignment]  # the choices of click
         rotation = (self.seed or 0) if self.rotate else None
         try:
-            return Recipe(self._form(weights), self._form(head), method, keep, rotation, self.bits, floats)
+            group = self.group or ("32" if device.blocks else "channel")
+            body, lm_head = self._form(weights, group), self._form(head, group)
+            return Recipe(body, lm_head, method, keep, rotation, self.bits, device.dtype)
         except UsageError as error:
             raise UsageError(f"{self.prefix.replace('-', ' ')}{error}") from None
 
@@ -67,8 +75,8 @@ class Options:
             "bits": self.bits is not None,
         }
 
-    def _form(self, name: str) -> Form:
-        return FLOATS[name] if name in FLOATS else Scheme.parse(name, self.group or "32", not self.asymmetric)
+    def _form(self, name: str, group: str) -> Form:
+        return FLOATS[name] if name in FLOATS else Scheme.parse(name, group, not self.asymmetric)
 
 
 def calibration(file: Path | None, tokens: int | None, seed: int | None, *recipes: Recipe | None) -> Calibration:

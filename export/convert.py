@@ -47,8 +47,9 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     Raises:
         SpecedgeError: The checkpoint is damaged or unsupported, target and draft differ in vocabulary, the output exists.
     """
-    device = get_device(request.device)
-    draft_device = get_device(request.draft_device or request.device)
+    device, draft_device = (_row(request, name) for name in (request.device, request.draft_device or request.device))
+    if request.min_target and not (device.package or draft_device.package):
+        raise UsageError(f"--min-target: says what a Core ML package runs on, and {device.name} runs none; leave it out")
     recipe = request.recipe.on(device)
     target = open_checkpoint(request.model)
     draft = open_checkpoint(request.draft) if request.draft else None
@@ -127,6 +128,17 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         )
         (folder / bundles.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return bundles.open_bundle(request.output)
+
+
+def _row(request: Request, name: str) -> Device:
+    """A row of the table, its packages for the system asked for."""
+    row = get_device(name)
+    if row.package is None or request.min_target is None:
+        return row
+    try:
+        return replace(row, package=row.package.at_least(request.min_target))
+    except ValueError as error:
+        raise UsageError(f"--min-target {request.min_target}: {error}; give that, or leave it out") from None
 
 
 def _package(folder: Path, role: str, device: Device) -> "PackageWriter | None":

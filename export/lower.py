@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from specedge.devices.device import Device
 from specedge.export.pieces import split_outputs
-from specedge.export.products import Product, find_product
+from specedge.export.products import Product, find_product, remove_unused
 from specedge.export.weights import block_size, side_by_side
 from specedge.manifest import Extent, Weight
 from specedge.quant.scheme import Scheme
@@ -34,7 +34,6 @@ def lower(
     graph = model.graph
     if device.widest_output is not None:
         weights = split_outputs(graph, weights, device.widest_output)
-        _remove_unused(graph)
     inputs = {value.name or "": value for value in graph.inputs}
     names = [name for name in inputs if name in weights]
     for name in names:
@@ -42,7 +41,7 @@ def lower(
     attach = _Attach(graph, device, str(PurePosixPath(file).parent))
     for product in list(_products(graph, weights)):
         attach.product(product)
-    _remove_unused(graph)
+    remove_unused(graph)
     for name in names:
         attach.rest(inputs[name], weights[name])
     if device.form == "in-place":
@@ -227,14 +226,6 @@ def _take_place(graph: ir.Graph, old: ir.Node, new: ir.Value) -> None:
     new.name, new.type, new.shape = before.name, before.type, before.shape
     ir.convenience.replace_all_uses_with(before, new, replace_graph_outputs=True)
     graph.remove(old, safe=True)
-
-
-def _remove_unused(graph: ir.Graph) -> None:
-    """Drop the nodes whose work the kernels took over."""
-    outputs = set(graph.outputs)
-    for node in reversed(list(graph)):
-        if not any(value.uses() or value in outputs for value in node.outputs):
-            graph.remove(node, safe=True)
 
 
 def _external(name: str, extent: Extent, shape: tuple[int, ...], location: str) -> ir.ExternalTensor:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,17 @@ def translate(model: ir.Model, weights: Mapping[str, Weight], matrices: Matrices
     with Function(inputs, opset_version=getattr(ct.target, target)) as function:
         translator = _Translator(model.graph, weights, matrices, function.inputs)
         function.set_outputs(translator.outputs())
+    _number(function, translator.named.keys() | {output.name for output in function.outputs})
     return function
+
+
+def _number(function: Function, kept: Set[str]) -> None:
+    """Name ops by their place: coremltools counts on from one program to the next, and the same graph gives the same bytes."""
+    for place, op in enumerate(function.operations):
+        for index, var in enumerate(op.outputs):
+            if var.name not in kept:
+                var.name = f"{op.op_type}_{place}" + (f"_{index}" if index else "")
+        op.name = op.outputs[0].name
 
 
 class _Translator:
@@ -75,8 +85,10 @@ class _Translator:
     def __init__(self, graph: ir.Graph, weights: Mapping[str, Weight], matrices: Matrices, inputs: Mapping[str, Var]) -> None:
         self._graph, self._weights, self._matrices = graph, weights, matrices
         self._made: dict[ir.Value, Var] = {value: inputs[value.name or ""] for value in graph.inputs if value.name in inputs}
-        self._constants: dict[str, Var] = {}
-        self._sums: dict[tuple[ir.Value, int], Var] = {}
+        self.named: dict[str, Var] = {}
+        """Constants that are stored once, by the names they have in every function."""
+        self._wide: dict[tuple[ir.Value, int], Var] = {}
+        self._sums: dict[tuple[str, int], Var] = {}
 
     def outputs(self) -> list[Var]:
         for node in self._graph:
@@ -117,12 +129,10 @@ class _Translator:
     def _weight(self, weight: Weight) -> Var:
         """A weight as a constant, quantised or not."""
         name = mil_name(weight.name)
-        if name not in self._constants:
+        if name not in self.named:
             matrix = self._matrices(weight)
-            self._constants[name] = (
-                self._quantised(name, matrix) if matrix.values is None else self._constant(name, matrix.values)
-            )
-        return self._constants[name]
+            self.named[name] = self._quantised(name, matrix) if matrix.values is None else self._constant(name, matrix.values)
+        return self.named[name]
 
     def _quantised(self, name: str, matrix: Matrix) -> Var:
         assert matrix.codes is not None
@@ -136,10 +146,10 @@ class _Translator:
 
     def _constant(self, name: str, array: Array | None) -> Var:
         """A constant that is stored once, whichever functions read it by this name."""
-        if name not in self._constants:
-            self._constants[name] = mb.const(val=array, name=name)
-            self._constants[name].op.weight_id = name
-        return self._constants[name]
+        if name not in self.named:
+            self.named[name] = mb.const(val=array, name=name)
+            self.named[name].op.weight_id = name
+        return self.named[name]
 
     # ---- ops
 
@@ -165,12 +175,13 @@ class _Translator:
                 return mb.matmul(x=self._x(node), y=self._x(transpose), transpose_y=True)
             return mb.matmul(x=self._x(node), y=self._x(node, 1))
         weight = self._weight(product.weight)
-        result = mb.linear(x=self._made[product.x], weight=weight, bias=self._zeros(weight))
+        x = self._filled(product.x, weight.shape[1])
+        result = mb.linear(x=x, weight=weight, bias=self._zeros(weight))
         matrix = self._matrices(product.weight)
         if matrix.minima is None:
             return result
         minima = self._constant(f"{mil_name(product.weight.name)}_minima", matrix.minima)
-        sums = self._block_sums(product.x, minima.shape[1])
+        sums = self._block_sums(x, minima.shape[1])
         return mb.add(x=result, y=mb.linear(x=sums, weight=minima, bias=self._zeros(minima)))
 
     def _zeros(self, weight: Var) -> Var:
@@ -178,13 +189,20 @@ class _Translator:
         rows = weight.shape[0]
         return self._constant(f"zeros_{rows}", np.zeros(rows, types.nptype_from_builtin(weight.dtype)))
 
-    def _block_sums(self, value: ir.Value, blocks: int) -> Var:
+    def _filled(self, value: ir.Value, columns: int) -> Var:
+        """x [1, T, K] with so many columns, zeros behind its own."""
+        x = self._made[value]
+        if (missing := columns - x.shape[-1]) and (value, columns) not in self._wide:
+            zero = types.nptype_from_builtin(x.dtype)(0)
+            self._wide[value, columns] = mb.pad(x=x, pad=[0, 0] * (x.rank - 1) + [0, missing], constant_val=zero)
+        return self._wide[value, columns] if missing else x
+
+    def _block_sums(self, x: Var, blocks: int) -> Var:
         """Sums of x [1, T, K] over every block, [1, T, blocks]."""
-        if (value, blocks) not in self._sums:
-            x = self._made[value]
+        if (x.name, blocks) not in self._sums:
             split = mb.reshape(x=x, shape=[*x.shape[:-1], blocks, x.shape[-1] // blocks])
-            self._sums[value, blocks] = mb.reduce_sum(x=split, axes=[-1], keep_dims=False)
-        return self._sums[value, blocks]
+            self._sums[x.name, blocks] = mb.reduce_sum(x=split, axes=[-1], keep_dims=False)
+        return self._sums[x.name, blocks]
 
     def rms_norm(self, node: ir.Node) -> Var:
         """Rows are divided by their largest value first: squares of what a residual stream holds overflow in float16."""

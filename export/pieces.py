@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from specedge.export.products import find_product
+from specedge.export.products import find_product, remove_unused
 from specedge.manifest import PIECED, Extent, Weight
 
 _BY_ROW = ("Squeeze", "Unsqueeze", "Gather", "Identity")  # of these the columns of a result are those of the first input
@@ -35,6 +35,7 @@ def split_outputs(graph: ir.Graph, weights: Weights, widest: int) -> Weights:
             pieces.append(piece)
         place = list(graph.outputs).index(output)
         graph.outputs[place : place + 1] = pieces
+    remove_unused(graph)
     return cutter.weights
 
 

@@ -27,7 +27,7 @@ class Recipe:
     With `keep`, tensors the checkpoint holds on a grid of no more bits than their Scheme has stay on it, exactly; others are
     rounded by `method`. `rotation` is the seed of a rotation of the residual stream, `bits` the average number of bits per
     weight of the matrices that 8-bit ones among them may bring it to. `floats` is what the device's graphs compute in, which
-    float16 weights make float16 on every device.
+    float16 weights make float16 on every device; `blocks` whether they take several scales for a row.
     """
 
     body: Form = INT4
@@ -37,6 +37,7 @@ class Recipe:
     rotation: int | None = None
     bits: float | None = None
     floats: Float = "float32"
+    blocks: bool = True
 
     def __post_init__(self) -> None:
         for form in (self.body, self.head):
@@ -70,9 +71,12 @@ class Recipe:
         """The same for the graphs of a device.
 
         Raises:
-            UsageError: They compute in another float type than the recipe's.
+            UsageError: They compute in another float type than the recipe's, or take one scale per row of weights only.
         """
-        return replace(self, floats=device.dtype)
+        for form in (self.body, self.head):
+            if isinstance(form, Scheme) and form.group is not None and not device.blocks:
+                raise UsageError(f"group {form.group}: device {device.name!r} takes one scale per row only; use channel")
+        return replace(self, floats=device.dtype, blocks=device.blocks)
 
     @property
     def calibrated(self) -> bool:

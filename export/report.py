@@ -73,7 +73,7 @@ class DeviceAgreement:
     kl_mean: float
     top1_differs: int
     near_ties: int
-    kv_error: float
+    kv_error: float | None  # unknown where another program computed the logits expected
 
 
 @dataclass(frozen=True, slots=True)

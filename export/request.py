@@ -29,6 +29,7 @@ class Request:
     recipe: Recipe = field(default_factory=Recipe)
     draft_recipe: Recipe | None = None  # None: the drafter is stored as the target is
     calibration: Calibration = field(default_factory=Calibration)
+    min_target: str | None = None  # the oldest system that runs a Core ML package; None: as the device row says
     force: bool = False
 
     def __post_init__(self) -> None:

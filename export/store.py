@@ -99,6 +99,8 @@ def _store(name: str, tensors: Tensors, plan: Plan) -> Stored:
             name, plain, tensors.stored_type(name), "", np.array_equal(plain, values) and not _is_turned(name, recipe)
         )
     method, rounded = "kept", tensors.grid(name) if recipe.keep else None
+    if rounded is not None and rounded.scheme.group is not None and not recipe.blocks:
+        rounded = None
     rounded = rounded and _in_type(rounded, recipe.dtype)
     if rounded is None or rounded.scheme.bits > form.bits:
         method, rounded = "gptq", plan.calibrated(name)

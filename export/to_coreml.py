@@ -117,20 +117,15 @@ class PackageWriter:
 
 
 def _matrix(weight: Weight, path: Path) -> Matrix:
-    """A stored weight in the layout of Core ML: rows without padding, one scale for a row that repeats it block by block."""
+    """A stored weight in the layout of Core ML: a scale per row or per block, codes of zero behind rows that end within one."""
     if "values" in weight.parts:
         return Matrix(values=np.asarray(read_part(path, weight.parts["values"])))
     stored, scheme = read_quantized(weight, path), Scheme.from_name(weight.scheme)
-    rows, columns = weight.shape
-    least = max(scheme.group or 1, 8 // scheme.bits)
-    if columns % least:
-        raise SpecedgeError(
-            f"{weight.name}: rows of {columns} weights, and Core ML takes {weight.scheme} in multiples of {least}; give "
-            f"{'--group channel' if columns % 2 == 0 else '--weights int8 --group channel'}"
-        )
-    codes = stored.codes.reshape(rows, -1)[:, :columns]
+    codes, blocks = stored.codes.reshape(weight.shape[0], -1), slice(None)
+    if scheme.group is None:
+        even = -(-weight.shape[1] * scheme.bits // 8) * 8 // scheme.bits
+        codes, blocks = codes[:, :even], slice(1)
     signed = (codes ^ np.uint8(128)).view(np.int8) if scheme.bits == 8 else codes.astype(np.int8) - np.int8(8)
-    blocks = slice(None) if scheme.group else slice(1)
     return Matrix(
         bits=scheme.bits,
         codes=signed if scheme.symmetric else codes,

@@ -9,6 +9,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from specedge.bundle import Bundle, changed_files, open_bundle
+from specedge.devices.device import Device
+from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export.checkpoint import Checkpoint, load_quietly, open_checkpoint
 from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
@@ -16,6 +18,7 @@ from specedge.export.report import (
     ACTIVATION_KL_LIMIT,
     LOGITS_LIMIT,
     Check,
+    DeviceAgreement,
     GroupError,
     Meter,
     Quality,
@@ -23,7 +26,7 @@ from specedge.export.report import (
     mean_kl,
 )
 from specedge.export.self_text import Document
-from specedge.export.validate_device import compare_devices, compare_layers, cpu_twin, device_checks
+from specedge.export.validate_device import agreement, compare_devices, compare_layers, device_checks, twin
 from specedge.export.validate_eagle import check_eagle
 from specedge.export.validate_heads import check_medusa, check_unrolled
 from specedge.export.validate_weights import compare_model, load_stored
@@ -39,6 +42,10 @@ from specedge.runtime.shape import TreeShape
 
 _QUANTISED_WIDTH_LIMIT = 0.1  # largest |logit difference| of a wide step of a quantised graph to one-token steps
 _TREE_STEPS = 40
+_EMULATED = {
+    False: "{} is emulated here: greedy ids are the CPU's, of the same graphs",
+    True: "{} is evaluated op by op here: nothing was run by Core ML",
+}
 _END = 32  # rows compared at the end of the context
 
 
@@ -68,27 +75,30 @@ def validate(
     bundle = open_bundle(path)
     rows = rows_of(bundle, device, draft_device)
     emulated = [row.name for row in dict.fromkeys(rows) if find_provider(row).emulated]
-    device, draft_device = (cpu_twin(row).name if row.name in emulated else row.name for row in rows)
+    device, draft_device = (twin(row).name if row.name in emulated else row.name for row in rows)
     if layers and not rows[0].plugin:
         raise UsageError(f"--layers: compares a plug-in with the CPU, and {rows[0].name} is the CPU; leave it out")
     engine = load(path, device, draft_device)
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
-    notes = [f"{name} is emulated here: greedy ids are the CPU's, of the same graphs" for name in emulated]
+    notes = [_EMULATED[get_device(name).package is not None].format(name) for name in emulated]
     groups: list[GroupError] = []
+    devices: list[DeviceAgreement] = []
     text = _text(engine)
     if draft_reference and bundle.manifest.drafters == ("lookup",):
         raise SpecedgeError(f"{bundle.path}: holds no draft and no heads to compare; leave out --draft-reference")
     if draft_reference and "draft" in bundle.manifest.roles:
         draft = Model(bundle, "draft", engine.draft_device).sequence()
-        of_draft = _check_role(bundle, "draft", draft, open_checkpoint(draft_reference), text, progress)
+        of_draft = _check_role(bundle, "draft", engine.draft_device, draft, open_checkpoint(draft_reference), text, progress)
         checks += of_draft.checks
         groups += of_draft.groups
+        devices += of_draft.devices
     elif not draft_reference and len(bundle.manifest.drafters) > 1:
         notes.append("the drafter's logits were not compared: --draft-reference names its checkpoint")
     source = open_checkpoint(reference)
     documents = functools.partial(read_judged, judged, source, engine, progress) if judged else None
-    of_target = _check_role(bundle, "target", engine.target, source, text, progress, documents)
+    of_target = _check_role(bundle, "target", engine.device, engine.target, source, text, progress, documents)
     quality, model = of_target.quality, of_target.model
+    devices += of_target.devices
     checks += of_target.checks
     groups = of_target.groups + groups
     checks += check_unrolled(engine, text)
@@ -120,7 +130,7 @@ def validate(
     if not quantised:
         checks.append(_check_reference_greedy(engine, model, requests, tokens, 2 * of_target.logits_max_abs))
     greedy = _check_drafters(path, (device, draft_device), requests, tokens, _Ties(2 * agreement, tree_tie), progress)
-    devices = compare_devices(bundle, dict(zip(("target", "draft"), rows, strict=True)), text, progress)
+    devices += compare_devices(bundle, dict(zip(("target", "draft"), rows, strict=True)), text, progress)
     checks += [check for found in devices for check in device_checks(found, bundle.role(found.role).quantised)]
     noise = compare_layers(bundle, "target", source, rows[0], text) if layers else []
     compared = sum(found.tokens for _, found in greedy)
@@ -155,18 +165,23 @@ def _check_tree(engine: Engine, text: list[int], tree: TreeShape, limit: float |
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A role against its checkpoint; `model` is the reference, with the stored weights where they are quantised."""
+    """A role against its checkpoint; `model` is the reference, with the stored weights where they are quantised.
+
+    `devices` hold the logits of a package against that.
+    """
 
     checks: list[Check]
     quality: Quality
     logits_max_abs: float  # of the text that every width reads
     groups: list[GroupError]
     model: PreTrainedModel
+    devices: list[DeviceAgreement]
 
 
 def _check_role(
     bundle: Bundle,
     role: str,
+    device: Device,
     sequence: ModelSequence,
     checkpoint: Checkpoint,
     text: list[int],
@@ -186,7 +201,7 @@ def _check_role(
     model = load_quietly(checkpoint)
     truth = reference_logits(model, text, rows)[:, :allowed]
     quality = measure_quality(model, sequence, documents(), allowed, progress) if documents else None
-    quantised = bundle.role(role).quantised
+    quantised, stored, devices = bundle.role(role).quantised, truth, []
     if quantised:
         load_stored(model, bundle, role, checkpoint)
         stored = reference_logits(model, text, rows)[:, :allowed]
@@ -194,6 +209,8 @@ def _check_role(
         progress(f"validate: {role}", done, 2 + len(widths))
         found = np.concatenate([walk(sequence, text[: window.stop], width, window.start) for window in windows])[:, :allowed]
         graph = f"{role} width {width}"
+        if device.package:
+            devices.append(agreement(role, width, stored, found, None))
         if quantised:
             checks.append(Check("kl_to_stored_weights", graph, mean_kl(stored, found), ACTIVATION_KL_LIMIT))
         else:
@@ -202,7 +219,7 @@ def _check_role(
     progress(f"validate: {role}", 2 + len(widths), 2 + len(widths))
     meter = Meter()
     meter.add(truth, found, text[1 : windows[0].stop])
-    return _Checked(checks, quality or meter.quality(), float(np.abs(found - truth).max()), compared.groups, model)
+    return _Checked(checks, quality or meter.quality(), float(np.abs(found - truth).max()), compared.groups, model, devices)
 
 
 def _check_reference_greedy(

@@ -40,23 +40,26 @@ _ROWS = 64  # of text
 _STEPS = 4  # of every narrow width, where steps are emulated
 
 
-def cpu_twin(device: Device) -> Device:
-    """The row that runs a device's graphs on the CPU."""
-    return next(row for row in DEVICES.values() if row.plugin is None and row.form == device.form)
+def twin(device: Device) -> Device:
+    """What computes a device's graphs anywhere: the row that runs them on the CPU, or the evaluator of packages."""
+    if device.package:
+        return replace(device, package=replace(device.package, evaluated=True))
+    return next(row for row in DEVICES.values() if not row.plugin and not row.package and row.form == device.form)
 
 
 def compare_devices(
     bundle: Bundle, rows: Mapping[str, Device], text: Sequence[int], progress: Progress
 ) -> list[DeviceAgreement]:
-    """Every role that a plug-in runs, by its row."""
-    roles = [role for role, row in rows.items() if row.plugin and role in bundle.manifest.roles]
+    """Every role that a plug-in or Core ML runs, by its row."""
+    elsewhere = {role: row for role, row in rows.items() if row.plugin or (row.package and not find_provider(row).emulated)}
+    roles = [role for role in elsewhere if role in bundle.manifest.roles]
     return [found for role in roles for found in compare_device(bundle, role, rows[role], text, progress)]
 
 
 def compare_device(bundle: Bundle, role: str, device: Device, text: Sequence[int], progress: Progress) -> list[DeviceAgreement]:
     """Every width of a role over the beginning of a text; narrow ones over a few steps of it, where these are emulated."""
     emulated = find_provider(device).emulated
-    here, there = (Model(bundle, role, row).sequence() for row in (cpu_twin(device), device))
+    here, there = (Model(bundle, role, row).sequence() for row in (twin(device), device))
     allowed = min(bundle.manifest.allowed_ids, here.role.vocab_size)
     widths = sorted(graph.width for graph in here.role.graphs if graph.width)
     found = []
@@ -65,7 +68,7 @@ def compare_device(bundle: Bundle, role: str, device: Device, text: Sequence[int
         count = min(_ROWS, len(text), _STEPS * width if emulated and width < here.role.chunk else _ROWS)
         ids = text[:count]
         expected, logits = (walk(sequence, ids, width)[:, :allowed] for sequence in (here, there))
-        found.append(_agreement(role, width, expected, logits, _kv_error(here, there, count)))
+        found.append(agreement(role, width, expected, logits, _kv_error(here, there, count)))
         progress(f"validate: {role} on {device.name}", done, len(widths))
     return found
 
@@ -78,11 +81,12 @@ def device_checks(found: DeviceAgreement, quantised: bool) -> list[Check]:
         Check("device_cosine_loss_worst", found.graph, 1 - found.cosine_min, _WORST),
         Check("device_kl", found.graph, found.kl_mean, _KL),
         Check("device_top1_differs", found.graph, differs / found.rows, _TOP1),
-        Check("device_kv_error", found.graph, found.kv_error, _KV),
+        *([] if found.kv_error is None else [Check("device_kv_error", found.graph, found.kv_error, _KV)]),
     ]
 
 
-def _agreement(role: str, width: int, expected: Logits, found: Logits, kv_error: float) -> DeviceAgreement:
+def agreement(role: str, width: int, expected: Logits, found: Logits, kv_error: float | None) -> DeviceAgreement:
+    """How far a device's logits [rows, V] are from those expected."""
     norms = np.linalg.norm(expected, axis=1) * np.linalg.norm(found, axis=1)
     cosines = (expected * found).sum(axis=1, dtype=np.float64) / np.maximum(norms, np.finfo(np.float32).tiny)
     log_p, log_q = log_softmax(expected), log_softmax(found)
@@ -133,7 +137,7 @@ def compare_layers(bundle: Bundle, role: str, checkpoint: Checkpoint, device: De
         graph = to_onnx.describe(model, path.name, width)
         tapped = replace(record, graphs=(graph,), taps=taps)
         streams = []
-        for row in (cpu_twin(device), device):
+        for row in (twin(device), device):
             session = Session(path, graph, row)
             sequence = DeltaSequence(tapped, rope_tables(record), {width: session}, Embedding.needed(bundle, role))
             walk(sequence, text[: steps * width], width)

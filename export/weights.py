@@ -202,7 +202,9 @@ def read_quantized(weight: Weight, path: Path) -> Quantized:
     elif unpacked is not None:
         unpacked = unpack_zero_points(unpacked, scheme.bits, blocks)
     shape = (weight.shape[0], weight.shape[1])
-    group = None if block == shape[1] else block
+    group: int | None = block
+    if scheme.group is None and blocks == 1:
+        codes, group = codes[..., : shape[1]], None
     return Quantized(replace(scheme, group=group), shape, codes, parts["scales"], unpacked, parts.get("minima"))
 
 

@@ -72,7 +72,8 @@ class Program:
                 parts = [var for var in op.inputs.values() if var is not None]
                 self._share(op.outputs[0], parts, op.materialized_val_inference)
             elif op.op_type == "const" and isinstance(op.outputs[0].val, np.generic):
-                op.outputs[0]._sym_val = SimpleNamespace(val=op.outputs[0].val.item())  # numpy takes no bool of its own for a flag
+                flag = op.outputs[0].val.item()  # numpy takes no bool of its own as one
+                op.outputs[0]._sym_val = SimpleNamespace(val=flag)
             elif op.op_type == "const" and isinstance(op.outputs[0].val, np.ndarray):
                 var = op.outputs[0]
                 if not var.child_ops or not all(reader.op_type.startswith("constexpr_") for reader in var.child_ops):

@@ -40,7 +40,7 @@ def options(prefix: str = "", **changes: Any) -> Options:
     ],
 )
 def test_options_become_a_recipe(changes: dict[str, Any], recipe: Recipe) -> None:
-    assert options(**changes).recipe() == recipe
+    assert options(**changes).recipe(get_device("cpu")) == recipe
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_options_become_a_recipe(changes: dict[str, Any], recipe: Recipe) -> Non
 )
 def test_contradictions_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        options(**changes).recipe()
+        options(**changes).recipe(get_device("cpu"))
 
 
 def test_a_drafters_recipe_starts_from_the_targets_weights() -> None:
     drafted = options("draft-", weights=None, group="channel")
     assert drafted.given == ["--draft-group"]
-    assert drafted.recipe(default="int4") == Recipe(*CHANNEL, keep=False)
+    assert drafted.recipe(get_device("cpu")) == Recipe(*CHANNEL, keep=False)
     assert options("draft-", weights=None).given == []
 
 
@@ -81,9 +81,9 @@ def test_floats_are_of_the_type_that_a_device_computes_in() -> None:
     assert Recipe().on(get_device("cpu-static")).dtype == "float32"
     with pytest.raises(UsageError, match=r"weights float32 .* compute in float16 here; use fp16"):
         Recipe("float32", "float32").on(get_device("qnn"))
-    assert options(weights="int4", head_weights="fp16").recipe(floats="float16").head == "float16"
+    assert options(weights="int4", head_weights="fp16").recipe(get_device("qnn")).head == "float16"
     with pytest.raises(UsageError, match="compute in float32 here; use fp32"):
-        options(weights="int4", head_weights="fp16").recipe()
+        options(weights="int4", head_weights="fp16").recipe(get_device("cpu"))
 
 
 def test_text_is_for_recipes_that_read_it() -> None:

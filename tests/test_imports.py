@@ -39,7 +39,13 @@ THIRD_PARTY = {  # what a folder may import beside the standard library, so that
 OWNERS = {  # packages that one or two files wrap for all others
     "onnxruntime": {"specedge/runtime/session.py", "specedge/runtime/probe.py"},
     "onnxruntime_qnn": {"specedge/runtime/session.py", "specedge/runtime/probe.py"},
-    "coremltools": {"specedge/runtime/coreml.py", "specedge/export/to_coreml.py"},
+    "coremltools": {
+        "specedge/runtime/coreml.py",
+        "specedge/runtime/evaluator.py",
+        "specedge/runtime/probe.py",
+        "specedge/export/mil.py",
+        "specedge/export/to_coreml.py",
+    },
 }
 
 
