@@ -1,7 +1,6 @@
 """Core ML packages: several graphs as the functions of one program, which stores their weights once."""
 
 import json
-import struct
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from specedge import mlpackage
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.export.mil import Matrix, mil_name, translate
@@ -25,12 +25,7 @@ import coremltools as ct  # isort: skip  # behind export.mil, which tells its lo
 from coremltools.converters.mil.backend.mil.load import load as to_spec  # isort: skip
 from coremltools.converters.mil.mil import Program  # isort: skip
 
-_AUTHOR = "com.apple.CoreML"
-_DATA = f"Data/{_AUTHOR}"
-_WEIGHT_FILE = f"{_DATA}/weights/weight.bin"
 _ITEMS = {"model.mlmodel": "CoreML Model Specification", "weights": "CoreML Model Weights"}
-_BLOB = struct.Struct("<IIQQ")  # before an array in the weight file: a sentinel, its type, its bytes and where they lie
-_SENTINEL = 0xDEADBEEF
 _PARTS = {"val": "values", "data": "codes", "scale": "scales", "offset": "zero_points"}
 _RANK = 5  # the most that Core ML knows
 
@@ -69,15 +64,15 @@ class PackageWriter:
         functions give the same bytes.
         """
         package = self._folder / self.file
-        weights = package / _WEIGHT_FILE
+        weights = package / mlpackage.WEIGHT_FILE
         weights.parent.mkdir(parents=True)
         self._program.default_function_name = default
         self._program.export_as_multifunction = self._program.skip_all_passes = True
         version = getattr(ct.target, self._package.target).value
         spec = to_spec(self._program, str(weights.parent), specification_version=version)
-        (package / _DATA / "model.mlmodel").write_bytes(spec.SerializeToString(deterministic=True))
-        (package / "Manifest.json").write_text(_manifest(), encoding="utf-8")
-        return dict(self._stored(spec, weights))
+        (package / mlpackage.MODEL).write_bytes(spec.SerializeToString(deterministic=True))
+        (package / mlpackage.MANIFEST).write_text(_manifest(), encoding="utf-8")
+        return dict(self._stored(spec, package))
 
     def _name(self, weight: Weight) -> Weight:
         """The weight by the name that it, and no other, has in the program: several models may have one of a kind."""
@@ -102,7 +97,7 @@ class PackageWriter:
                     f"{self.file}: {name}: {var.name} has shape {tuple(var.shape)}, expected at most {_RANK} dimensions{limit}"
                 )
 
-    def _stored(self, spec: Any, path: Path) -> Iterator[tuple[StoredAt, Weight]]:
+    def _stored(self, spec: Any, package: Path) -> Iterator[tuple[StoredAt, Weight]]:
         blobs = dict(_blobs(spec))
         for place, weight in self._named.items():
             if weight.name not in self._matrices:  # no function reads it
@@ -112,8 +107,8 @@ class PackageWriter:
             wanted["minima"] = (f"{name}_minima", "values")
             found = {part: blobs[key] for part, key in wanted.items() if key in blobs}
             if found.keys() == matrix.parts.keys():
-                parts = {part: _extent(path, at, part, matrix) for part, at in found.items()}
-                yield place, replace(weight, parts=parts, file=f"{self.file}/{_WEIGHT_FILE}")
+                parts = {part: _extent(package, at, part, matrix) for part, at in found.items()}
+                yield place, replace(weight, parts=parts, file=f"{self.file}/{mlpackage.WEIGHT_FILE}")
 
 
 def _matrix(weight: Weight, path: Path) -> Matrix:
@@ -148,14 +143,10 @@ def _blobs(spec: Any) -> Iterator[tuple[tuple[str, str], int]]:
                         yield (op.outputs[0].name, _PARTS[key]), value.blobFileValue.offset
 
 
-def _extent(path: Path, place: int, part: str, matrix: Matrix) -> Extent:
-    """The extent of an array in the weight file, from what stands before it at `place`."""
-    with path.open("rb") as file:
-        file.seek(place)
-        sentinel, _, size, offset = _BLOB.unpack(file.read(_BLOB.size))
+def _extent(package: Path, place: int, part: str, matrix: Matrix) -> Extent:
+    """The extent of an array that a package's program says is described at `place`."""
+    offset, size = mlpackage.find_blob(package, place)
     array = matrix.parts[part]
-    if sentinel != _SENTINEL:
-        raise ValueError(f"{path}: no array at {place}")
     shape, dtype = array.shape, str(array.dtype)
     if part == "codes":
         assert matrix.scales is not None
@@ -171,7 +162,7 @@ def _manifest() -> str:
     """What names a package's files; Core ML wants identifiers, and no two packages are ever asked to differ in them."""
     ids = {name: str(uuid.uuid5(uuid.NAMESPACE_URL, f"specedge/{name}")) for name in _ITEMS}
     entries = {
-        ids[name]: {"author": _AUTHOR, "description": said, "name": name, "path": f"{_AUTHOR}/{name}"}
+        ids[name]: {"author": mlpackage.AUTHOR, "description": said, "name": name, "path": f"{mlpackage.AUTHOR}/{name}"}
         for name, said in _ITEMS.items()
     }
     record = {"fileFormatVersion": "1.0.0", "itemInfoEntries": entries, "rootModelIdentifier": ids["model.mlmodel"]}

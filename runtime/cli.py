@@ -128,7 +128,7 @@ def generate_command(
     if engine.emulated:
         counts = {name: None if "second" in name else value for name, value in counts.items()}
     results = {"ids": result.ids, "text": result.text, "finish_reason": result.finish_reason, "stats": counts}
-    of_providers = {"emulated": list(engine.emulated), "nodes": engine.nodes} if engine.nodes else {}
+    of_providers = {"emulated": list(engine.emulated), "nodes": engine.nodes} if engine.nodes or engine.emulated else {}
     output.json(results | of_providers | ({"logprobs": result.log_probabilities} if logprobs else {}))
 
 

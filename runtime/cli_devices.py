@@ -31,9 +31,9 @@ def devices_command(json_file: str | None) -> None:
 
 
 def describe(device: Device, found: Provider | str) -> dict[str, object]:
-    """The keys of the JSON contract (docs/contract.md) for one row; `emulated` names the SoC that is."""
+    """The keys of the JSON contract (docs/contract.md) for one row; `emulated` says what is, if anything."""
     provider = None if isinstance(found, str) else found
-    emulated = provider.soc.name if provider and provider.soc else None
+    emulated = provider.soc.name if provider and provider.soc else "op by op" if provider and provider.evaluated else None
     return {
         "available": provider is not None,
         "reason": found if isinstance(found, str) else None,

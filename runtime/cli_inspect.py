@@ -1,6 +1,7 @@
 """The command that shows a bundle: inspect."""
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +11,13 @@ import click
 import rich.table
 
 from specedge.bundle import Bundle, open_bundle
+from specedge.errors import UsageError
+from specedge.mlpackage import is_package
 from specedge.reports import read_report
 from specedge.runtime.cli_options import BUNDLE
 from specedge.runtime.inspect import inspect, tensor_groups
 from specedge.runtime.memory import EngineMemory, measure_engines
+from specedge.runtime.package import PackageContents, PackedWeight, read_package
 from specedge.runtime.terminal import Command, Output, json_option, size
 
 _PLAIN_TYPES = ("F32", "F16", "BF16")  # of a checkpoint, by the names that safetensors and GGUF have in common
@@ -29,8 +33,15 @@ _PLAIN_TYPES = ("F32", "F16", "BF16")  # of a checkpoint, by the names that safe
 )
 @json_option
 def inspect_command(bundle: Path, memory: int | None, json_file: str | None) -> None:
-    """Show what a BUNDLE holds."""
+    """Show what a BUNDLE holds, or a Core ML package (X.mlpackage) of one."""
     output = Output(json_file)
+    if is_package(bundle):
+        if memory is not None:
+            raise UsageError("--memory: opens engines over a bundle; name the bundle that holds this package")
+        contents = read_package(bundle)
+        show_package(output, bundle, contents)
+        output.json(contents.as_dict())
+        return
     opened = open_bundle(bundle)
     show_bundle(output, opened)
     results = inspect(opened)
@@ -56,6 +67,27 @@ def show_memory(output: Output, engines: Sequence[EngineMemory]) -> None:
     for number, engine in enumerate(engines, 1):
         table.add_row(str(number), size(engine.file), size(engine.mapped), size(engine.private))
     output.console.print(table)
+
+
+def show_package(output: Output, path: Path, contents: PackageContents) -> None:
+    """A package's functions, and its weights by how they are stored and why."""
+    print_ = output.console.print
+    print_(f"{path}: {size(contents.bytes)}, specification {contents.specification}, runs {contents.default} by default")
+    functions = rich.table.Table("function", "inputs", "outputs", "ops", "computed in", "rank", "widest")
+    for function in contents.functions:
+        ops, types = sum(function.ops.values()), ", ".join(function.types)
+        counts = (len(function.inputs), len(function.outputs), ops, types, function.rank, function.widest)
+        functions.add_row(function.name, *map(str, counts))
+    print_(functions)
+    groups: dict[tuple[int, str, str], list[PackedWeight]] = {}
+    for weight in contents.weights:
+        groups.setdefault((weight.bits, weight.scales, weight.why), []).append(weight)
+    table = rich.table.Table("bits", "stored with", "weights", "bytes", "of float16", "why not 4 bits")
+    for (bits, scales, why), weights in sorted(groups.items()):
+        total = sum(weight.bytes for weight in weights)
+        share = total / sum(2 * math.prod(weight.shape) for weight in weights)
+        table.add_row(str(bits), scales or "-", str(len(weights)), size(total), f"{share:.3f}x", why or "-")
+    print_(table)
 
 
 def show_bundle(output: Output, bundle: Bundle) -> None:

@@ -1,6 +1,5 @@
 """A function of a Core ML package, opened: by Core ML on a Mac, by the evaluator elsewhere."""
 
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.manifest import Graph
+from specedge.runtime.package import feature, import_coremltools, load_spec
 from specedge.runtime.probe import find_provider
 
 Array = npt.NDArray[Any]
@@ -62,11 +62,12 @@ def _evaluated(package: Path, graph: Graph, device: Device) -> Predict:
 
 def _opened(package: Path, graph: Graph, device: Device) -> Predict:
     assert device.package is not None
-    coremltools = importlib.import_module("coremltools")
+    models = import_coremltools("models", f"device {device.name!r}")
+    units = import_coremltools("converters.mil.converter", f"device {device.name!r}")
     try:
-        model = coremltools.models.MLModel(
+        model = models.MLModel(
             str(package),
-            compute_units=coremltools.ComputeUnit[device.package.compute_units],
+            compute_units=units.ComputeUnit[device.package.compute_units],
             function_name=graph.function,
         )
     except Exception as error:  # Core ML's own errors come as what its bindings make of them
@@ -85,16 +86,12 @@ def _check(package: Path, graph: Graph) -> None:
     Raises:
         SpecedgeError: They are not the manifest's, or the package cannot be read.
     """
-    utils = importlib.import_module("coremltools.models.utils")
-    try:
-        functions = {function.name: function for function in utils.load_spec(str(package)).description.functions}
-    except Exception as error:  # whatever the parser raises
-        raise SpecedgeError(f"{package}: cannot be read ({_first_line(error)}); convert again") from error
+    functions = {function.name: function for function in load_spec(package).description.functions}
     if graph.function not in functions:
         raise SpecedgeError(f"{package}: has no function {graph.function!r}, but {', '.join(functions)}; convert again")
     described = functions[graph.function]
     for kind, features, expected in (("input", described.input, graph.inputs), ("output", described.output, graph.outputs)):
-        found = {feature.name: _type(feature) for feature in features}
+        found = {one.name: (one.dtype, one.shape) for one in map(feature, features)}
         wanted = {spec.name: (spec.dtype, spec.shape) for spec in expected}
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
@@ -102,11 +99,6 @@ def _check(package: Path, graph: Graph) -> None:
                     f"{package}: {graph.function}: {kind} {name}: manifest says {wanted.get(name)}, package has "
                     f"{found.get(name)}; convert again"
                 )
-
-
-def _type(feature: Any) -> tuple[str, tuple[int, ...]]:
-    array = feature.type.multiArrayType
-    return array.ArrayDataType.Name(array.dataType).lower(), tuple(array.shape)
 
 
 def _first_line(error: Exception) -> str:

@@ -15,25 +15,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specedge import mlpackage
 from specedge.errors import SpecedgeError
+from specedge.runtime.package import import_coremltools, load_spec
 
 Array = npt.NDArray[Any]
-
-_DATA = "Data/com.apple.CoreML"
-_MODEL, _WEIGHTS = f"{_DATA}/model.mlmodel", f"{_DATA}/weights"
 
 
 class Program:
     """All functions of a package; weights that several read are there once."""
 
     def __init__(self, package: Path) -> None:
-        from coremltools.converters.mil.frontend.milproto.load import load
-        from coremltools.models.utils import load_spec
-
+        milproto = import_coremltools("converters.mil.frontend.milproto.load", str(package))
         self._lock = threading.Lock()
+        spec = load_spec(package)
         try:
-            spec = load_spec(str(package))
-            self._program = load(spec, spec.specificationVersion, str(package / _WEIGHTS))
+            self._program = milproto.load(spec, spec.specificationVersion, str(package / mlpackage.WEIGHTS))
         except Exception as error:  # coremltools raises whatever its parsers do
             raise SpecedgeError(f"{package}: cannot be read ({str(error)[:200]}); convert again") from error
         self._made: dict[str, list[tuple[list[Array], Array]]] = {}
@@ -102,7 +99,7 @@ def open_program(package: Path) -> Program:
     Raises:
         SpecedgeError: It cannot be read.
     """
-    stat = (package / _MODEL).stat()
+    stat = (package / mlpackage.MODEL).stat()
     key = (str(package.resolve()), stat.st_mtime_ns, stat.st_ino)
     with _opening:
         if (program := _OPEN.get(key)) is None:
@@ -137,7 +134,6 @@ def _rounded(var: Any, value: Array) -> Array:
 
 
 def _dtype(var: Any) -> npt.DTypeLike:
-    from coremltools.converters.mil.mil import types
-
+    types = import_coremltools("converters.mil.mil.types", "the evaluator")
     dtype: npt.DTypeLike = types.nptype_from_builtin(var.dtype)
     return dtype

@@ -1,7 +1,6 @@
 """Which rows of the device table this machine can run, and why not the others."""
 
 import importlib
-import logging
 import platform
 import threading
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import onnxruntime as ort
 
 from specedge.devices.device import Device, Options, Package, Plugin, Soc
 from specedge.errors import SpecedgeError, UsageError
+from specedge.runtime.package import import_coremltools
 
 _registering = threading.Lock()
 
@@ -86,13 +86,7 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
 
 
 def _find_core_ml(device: Device, package: Package) -> Provider:
-    logging.getLogger("coremltools").setLevel(logging.ERROR)  # it warns of what only matters to those who convert
-    try:
-        version = str(importlib.import_module("coremltools").__version__)
-    except ImportError as error:
-        raise SpecedgeError(
-            f"device {device.name!r}: needs coremltools, which is not installed here ({error}); pip install 'specedge[coreml]'"
-        ) from error
+    version = str(import_coremltools("version", f"device {device.name!r}").__version__)
     system = platform.mac_ver()[0]
     if system and not package.evaluated and int(system.split(".")[0]) < package.macos:
         raise SpecedgeError(f"device {device.name!r}: its packages need macOS {package.macos}, this is {system}")

@@ -42,6 +42,7 @@ OWNERS = {  # packages that one or two files wrap for all others
     "coremltools": {
         "specedge/runtime/coreml.py",
         "specedge/runtime/evaluator.py",
+        "specedge/runtime/package.py",
         "specedge/runtime/probe.py",
         "specedge/export/mil.py",
         "specedge/export/to_coreml.py",

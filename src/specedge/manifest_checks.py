@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterator
 
+from specedge import mlpackage
 from specedge.errors import SpecedgeError
 from specedge.manifest import VOCABULARY, Graph, Head, Manifest, Role, Weight, highest_rank, is_tree
 
@@ -106,7 +107,8 @@ def _eagle_claims(eagle: Role, target: Role, features: set[Spec | None]) -> Iter
 
 def _is_there(graph: Graph, manifest: Manifest) -> bool:
     """Whether its file is one of the bundle's; a package is a folder of files."""
-    return graph.file in manifest.files or (graph.function is not None and f"{graph.file}/Manifest.json" in manifest.files)
+    file = graph.file if graph.function is None else f"{graph.file}/{mlpackage.MANIFEST}"
+    return file in manifest.files
 
 
 def _has_cache(graph: Graph, role: Role) -> bool:
