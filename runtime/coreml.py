@@ -62,12 +62,11 @@ def _evaluated(package: Path, graph: Graph, device: Device) -> Predict:
 
 def _opened(package: Path, graph: Graph, device: Device) -> Predict:
     assert device.package is not None
-    models = import_coremltools("models", f"device {device.name!r}")
-    units = import_coremltools("converters.mil.converter", f"device {device.name!r}")
+    coremltools = import_coremltools("", f"device {device.name!r}")
     try:
-        model = models.MLModel(
+        model = coremltools.models.MLModel(
             str(package),
-            compute_units=units.ComputeUnit[device.package.compute_units],
+            compute_units=coremltools.ComputeUnit[device.package.compute_units],
             function_name=graph.function,
         )
     except Exception as error:  # Core ML's own errors come as what its bindings make of them

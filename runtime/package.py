@@ -103,14 +103,14 @@ def load_spec(path: Path) -> Any:
 
 
 def import_coremltools(module: str, wanted_by: str) -> Any:
-    """A module of coremltools.
+    """A module of coremltools, or with no name all of it.
 
     Raises:
         SpecedgeError: It is not installed; says what to install for what.
     """
     logging.getLogger("coremltools").setLevel(logging.ERROR)  # it warns of what only a Mac has, and of versions
     try:
-        return importlib.import_module(f"coremltools.{module}")
+        return importlib.import_module(f"coremltools.{module}".rstrip("."))
     except ImportError as error:
         raise SpecedgeError(
             f"{wanted_by}: needs coremltools, which is not installed here ({error}); pip install 'specedge[coreml]'"

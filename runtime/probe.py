@@ -86,7 +86,7 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
 
 
 def _find_core_ml(device: Device, package: Package) -> Provider:
-    version = str(import_coremltools("version", f"device {device.name!r}").__version__)
+    version = str(import_coremltools("", f"device {device.name!r}").__version__)
     system = platform.mac_ver()[0]
     if system and not package.evaluated and int(system.split(".")[0]) < package.macos:
         raise SpecedgeError(f"device {device.name!r}: its packages need macOS {package.macos}, this is {system}")
