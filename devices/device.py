@@ -104,6 +104,9 @@ class Device:
     verify_cost: tuple[tuple[int, float], ...]
     verified: str = "nothing"  # what of it was ever checked, and how
     whole: bool = True  # whether every node must run on the provider; one left to the CPU is an error
+    contrib: bool = True  # whether it has onnxruntime's own operators: without, weights are floats
+    ops: tuple[str, ...] = ()  # all the operators it takes, where it does not take all that a graph may have
+    options: Options = ()  # of a provider that is part of onnxruntime; {cache} is a folder for these very graphs
     plugin: Plugin | None = None  # None: the provider is part of onnxruntime
     package: Package | None = None  # None: the provider runs ONNX graphs
 
@@ -126,6 +129,8 @@ class Device:
     @property
     def int4(self) -> str:
         """How INT4 weights are computed with."""
+        if not self.contrib:
+            return "not at all"
         if self.package:
             return f"{self.dtype}, scales per {'block or ' if self.package.blocks else ''}channel, minima by block sums"
         activations = "int8" if self.accuracy_level == 4 else self.dtype

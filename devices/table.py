@@ -13,6 +13,16 @@ _CPU_MASK = -30000.0
 
 _ANE_WIDEST = 16384  # the largest dimension that the Neural Engine takes
 
+# Registered for MLProgram by onnxruntime 1.28 to 1.32 (coreml_supported_mlprogram_ops.md in its package, and Gather, Pad,
+# BatchNormalization, ReduceMin and ReduceProd, which that list leaves out). Reciprocal adds 1e-4: graphs here have Div.
+_CORE_ML_OPS = """
+    Add And ArgMax AveragePool BatchNormalization Cast Ceil Clip Concat Conv ConvTranspose Cos DepthToSpace Div Elu Erf Exp
+    Gather GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool GridSample GroupNormalization HardSigmoid Identity
+    InstanceNormalization LayerNormalization LeakyRelu MatMul Max MaxPool Mul PRelu Pad Pow Reciprocal ReduceMax ReduceMean
+    ReduceMin ReduceProd ReduceSum Relu Reshape Resize Round Shape Sigmoid Sin Slice Softmax Softplus Split Sqrt Squeeze Sub
+    Tanh Tile Transpose Unsqueeze Where
+"""
+
 _EXECUTORCH = "pytorch/executorch, backends/qualcomm/serialization/qc_schema.py"
 _QNN = Plugin(
     package="onnxruntime_qnn",
@@ -155,6 +165,37 @@ _ROWS = (
         verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
         verified="numbers, by an evaluator of the saved package; never on a Mac",
         package=Package("CPU_AND_GPU", "iOS18", 15, None, blocks=True),
+    ),
+    # Core ML behind onnxruntime: a fallback for float models. The provider takes none of onnxruntime's own operators, no
+    # RMSNormalization and no Expand.
+    Device(
+        "coreml-ep",
+        "CoreMLExecutionProvider",
+        "delta",
+        static=True,
+        mask_value=-10000.0,
+        accuracy_level=0,
+        widest_block=128,
+        # In float16 with RequireStaticInputShapes it was wrong on macOS 15 (microsoft/onnxruntime#32569, open).
+        dtype="float32",
+        embeds=True,
+        widest_output=_ANE_WIDEST,
+        ragged=True,
+        pads=True,
+        zero_points=False,
+        prepares=False,
+        one_call=False,
+        default_widths=(1, 5),
+        verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
+        verified="numbers of the graphs, on the CPU provider; never on a Mac",
+        contrib=False,
+        ops=tuple(_CORE_ML_OPS.split()),
+        options=(
+            ("ModelFormat", "MLProgram"),
+            ("MLComputeUnits", "ALL"),
+            ("RequireStaticInputShapes", "1"),
+            ("ModelCacheDirectory", "{cache}"),  # its own keys know neither the weights nor the version
+        ),
     ),
 )
 

@@ -73,9 +73,8 @@ def fetch_command(name: str) -> None:
 @click.option(
     "--weights",
     type=click.Choice(["int4", "int8", "fp16", "fp32"]),
-    default="int4",
-    show_default=True,
-    help="At most so many bits per weight: a tensor on a grid of fewer stays there, see --method.",
+    help="At most so many bits per weight: a tensor on a grid of fewer stays there, see --method (default: int4, or fp32 "
+    "where a device runs floats only).",
 )
 @click.option("--group", type=click.Choice(list(GROUPS)), help="Weights per scale of a new grid (default: 32, or channel).")
 @click.option("--asymmetric", is_flag=True, help="A zero point per group of a new grid.")
@@ -117,6 +116,7 @@ def fetch_command(name: str) -> None:
 @click.option("--draft-method", type=click.Choice(["keep", "rtn", "clip", "gptq"]), help="Likewise (default: keep, or clip).")
 @click.option("--draft-head-weights", type=click.Choice(["int4", "int8", "fp16", "fp32"]), help="Likewise.")
 @click.option("--min-target", metavar="SYSTEM", help="The oldest system that runs a Core ML package: iOS18, macOS15 or later.")
+@click.option("--allow-cpu-nodes", is_flag=True, help="Write graphs of which a provider is known to leave nodes to the CPU.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle.")
 @json_option
 def convert_command(
@@ -135,7 +135,7 @@ def convert_command(
     one_call: bool | None,
     context: int | None,
     chunk: int,
-    weights: str,
+    weights: str | None,
     group: str | None,
     asymmetric: bool,
     method: str | None,
@@ -150,6 +150,7 @@ def convert_command(
     draft_method: str | None,
     draft_head_weights: str | None,
     min_target: str | None,
+    allow_cpu_nodes: bool,
     force: bool,
     json_file: str | None,
 ) -> None:
@@ -164,6 +165,7 @@ def convert_command(
     if draft_device and not other:
         raise UsageError("--draft-device: says where a drafter runs; give --draft, --medusa or --eagle")
     draft_row = get_device(draft_device) if draft_device and draft else row  # heads compute in the target's type
+    weights = weights or ("int4" if row.contrib else "fp32")
     recipe = recipes.Options("", weights, head_weights, group, asymmetric, method, rotate, bits, seed).recipe(row)
     drafters = recipes.Options(
         "draft-", draft_weights, draft_head_weights, draft_group, False, draft_method, calibrates=bool(draft)
@@ -189,6 +191,7 @@ def convert_command(
         draft_recipe=draft_recipe,
         calibration=recipes.calibration(calibration, calibration_tokens, seed, recipe, draft_recipe),
         min_target=min_target,
+        allow_cpu_nodes=allow_cpu_nodes,
         force=force,
     )
     out = Output(json_file)

@@ -9,7 +9,9 @@ import onnx_ir as ir
 
 from specedge.devices.device import Device
 from specedge.export.pieces import split_outputs
-from specedge.export.products import Product, find_product, remove_unused
+from specedge.export.plain import spell_out
+from specedge.export.products import Product, find_product
+from specedge.export.rewriting import remove_unused, take_place
 from specedge.export.weights import block_size, side_by_side
 from specedge.manifest import Extent, Weight
 from specedge.quant.scheme import Scheme
@@ -39,14 +41,17 @@ def lower(
     for name in names:
         graph.inputs.remove(inputs[name])
     attach = _Attach(graph, device, str(PurePosixPath(file).parent))
-    for product in list(_products(graph, weights)):
+    for product in list(_products(graph, weights)) if device.contrib else []:
         attach.product(product)
     remove_unused(graph)
     for name in names:
         attach.rest(inputs[name], weights[name])
     if device.form == "in-place":
         _fuse_norms(graph)
-    model.opset_imports.setdefault(_CONTRIB, 1)
+    if device.ops:
+        spell_out(graph, device)
+    if device.contrib:
+        model.opset_imports.setdefault(_CONTRIB, 1)
 
 
 def _products(graph: ir.Graph, weights: Mapping[str, Weight]) -> Iterator[Product]:
@@ -81,7 +86,7 @@ class _Attach:
             result = self._float(old, x, self._initializer(weight, "values", weight.parts["values"].shape))
         else:
             result = self._quantised(old, x, weight)
-        _take_place(self._graph, old, result)
+        take_place(self._graph, old, result)
 
     def _float(self, old: ir.Node, x: ir.Value, matrix: ir.Value) -> ir.Value:
         return self._node(old, "FusedMatMul", [x, matrix], {"transB": 1}, _CONTRIB)
@@ -131,7 +136,7 @@ class _Attach:
         """What is not a linear layer: gathered rows of a matrix, or a vector read as it is."""
         for node in list(value.consumers()):
             if node.op_type == "Gather" and "codes" in weight.parts:
-                _take_place(self._graph, node, self._rows(node, weight))
+                take_place(self._graph, node, self._rows(node, weight))
         if "values" in weight.parts and value.uses():
             own = self._initializer(weight, "values", weight.parts["values"].shape)
             ir.convenience.replace_all_uses_with(value, own)
@@ -216,16 +221,8 @@ def _fuse_norms(graph: ir.Graph) -> None:
         )
         graph.insert_before(node, fused)
         fused.outputs[1].name = fused.outputs[2].name = ""
-        _take_place(graph, node, fused.outputs[0])
-        _take_place(graph, add, fused.outputs[3])
-
-
-def _take_place(graph: ir.Graph, old: ir.Node, new: ir.Value) -> None:
-    """Give the readers of `old`'s only output `new` instead, under the old name."""
-    before = old.outputs[0]
-    new.name, new.type, new.shape = before.name, before.type, before.shape
-    ir.convenience.replace_all_uses_with(before, new, replace_graph_outputs=True)
-    graph.remove(old, safe=True)
+        take_place(graph, node, fused.outputs[0])
+        take_place(graph, add, fused.outputs[3])
 
 
 def _external(name: str, extent: Extent, shape: tuple[int, ...], location: str) -> ir.ExternalTensor:

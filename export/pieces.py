@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from specedge.export.products import find_product, remove_unused
+from specedge.export.products import find_product
+from specedge.export.rewriting import remove_unused
 from specedge.manifest import PIECED, Extent, Weight
 
 _BY_ROW = ("Squeeze", "Unsqueeze", "Gather", "Identity")  # of these the columns of a result are those of the first input

@@ -27,11 +27,3 @@ def find_product(value: ir.Value | None, weights: Mapping[str, Weight]) -> Produ
     matrix = transpose.inputs[0] if transpose and transpose.op_type == "Transpose" else None
     weight = weights.get(matrix.name or "") if matrix else None
     return Product(value, x, weight) if x and weight else None
-
-
-def remove_unused(graph: ir.Graph) -> None:
-    """Drop the nodes that nothing reads any more."""
-    outputs = set(graph.outputs)
-    for node in reversed(list(graph)):
-        if not any(value.uses() or value in outputs for value in node.outputs):
-            graph.remove(node, safe=True)

@@ -71,9 +71,11 @@ class Recipe:
         """The same for the graphs of a device.
 
         Raises:
-            UsageError: They compute in another float type than the recipe's, or take one scale per row of weights only.
+            UsageError: They compute in another float type than the recipe's, take one scale per row of weights, or floats only.
         """
         for form in (self.body, self.head):
+            if isinstance(form, Scheme) and not device.contrib:
+                raise UsageError(f"weights {form.name}: device {device.name!r} runs floats only; use fp16 or fp32")
             if isinstance(form, Scheme) and form.group is not None and not device.blocks:
                 raise UsageError(f"group {form.group}: device {device.name!r} takes one scale per row only; use channel")
         return replace(self, floats=device.dtype, blocks=device.blocks)

@@ -30,6 +30,7 @@ class Request:
     draft_recipe: Recipe | None = None  # None: the drafter is stored as the target is
     calibration: Calibration = field(default_factory=Calibration)
     min_target: str | None = None  # the oldest system that runs a Core ML package; None: as the device row says
+    allow_cpu_nodes: bool = False  # whether a provider may leave some to the CPU, where that is known beforehand
     force: bool = False
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """A model of a bundle: its weight file, its graphs, and their entry in the manifest."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from specedge.devices.device import Device, Form
+from specedge.errors import SpecedgeError
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.compose import LOGITS, Body, Layout, step
 from specedge.export.decoder import IN_PLACE_SPARE, feature_name, padded_head_dim
 from specedge.export.families import DecoderConfig, tensor_names
 from specedge.export.lower import lower
+from specedge.export.plain import preflight
 from specedge.export.plan import plan_model
 from specedge.export.recipe import Recipe
 from specedge.export.request import Request
@@ -29,6 +32,7 @@ DECODE = "decode"
 if TYPE_CHECKING:  # coremltools may be absent
     from specedge.export.to_coreml import PackageWriter
 
+_log = logging.getLogger(__name__)
 TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 
@@ -71,7 +75,12 @@ class GraphWriter:
 
     def _as_file(self, name: str, model: ir.Model, width: int | None) -> Graph:
         file = f"{self.start}{name}.onnx"
-        lower(model, self.weights, self.place.device, file)
+        device = self.place.device
+        lower(model, self.weights, device, file)
+        if device.ops and (found := preflight(model.graph, device)).left:
+            if not self.place.request.allow_cpu_nodes:
+                raise SpecedgeError(f"{file}: {device.provider} {found} to the CPU; allow it (--allow-cpu-nodes)")
+            _log.warning("%s: %s %s to the CPU", file, device.provider, found)
         to_onnx.write(model, self.place.folder / file)
         return to_onnx.describe(model, file, width)
 
