@@ -132,7 +132,8 @@ class Device:
         if not self.contrib:
             return "not at all"
         if self.package:
-            return f"{self.dtype}, scales per {'block or ' if self.package.blocks else ''}channel, minima by block sums"
+            reach = "block or channel, minima by block sums" if self.package.blocks else "channel"
+            return f"{self.dtype} activations, scales per {reach}"
         activations = "int8" if self.accuracy_level == 4 else self.dtype
         return f"MatMulNBits, {activations} activations, minima by block sums" + (
             "" if self.zero_points else ", zero points too"

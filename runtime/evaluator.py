@@ -1,7 +1,7 @@
 """Core ML's arithmetic without Core ML: a saved package, read back and run op by op in numpy.
 
-Every op is computed in float32 from float16 numbers, and its result rounded to float16, as Core ML does with float16 programs
-on the Neural Engine and the GPU; sums are more exact than theirs may be.
+Every op is computed in float64 from float16 numbers, and its result rounded to float16, as Core ML does in float16 programs.
+So results are those of exact sums, the same on every machine and at every width; Core ML's own sums may be rounded on the way.
 """
 
 import functools
@@ -58,7 +58,7 @@ class Program:
                     made = _compute(op)
                     for var, value in zip(op.outputs, made if isinstance(made, (list, tuple)) else [made], strict=True):
                         _set(var, value)
-            return {var.name: var.val.astype(_dtype(var)) for var in function.outputs}
+            return {var.name: var.val.astype(_numpy_type(var.dtype)) for var in function.outputs}
 
     def _prepare(self, function: Any) -> None:
         """Give a function's constants the values they stand for."""
@@ -127,13 +127,14 @@ def _set(var: Any, value: Any) -> None:
 
 
 def _rounded(var: Any, value: Array) -> Array:
-    """A value as the type of `var` has it: float16 numbers in float32."""
-    if _dtype(var) == np.float16:
-        return value.astype(np.float16).astype(np.float32)
-    return value
+    """A value as the type of `var` has it; floats in float64."""
+    if value.dtype.kind != "f":
+        return value
+    return value.astype(_numpy_type(var.dtype)).astype(np.float64)
 
 
-def _dtype(var: Any) -> npt.DTypeLike:
+@functools.cache
+def _numpy_type(builtin: Any) -> npt.DTypeLike:
     types = import_coremltools("converters.mil.mil.types", "the evaluator")
-    dtype: npt.DTypeLike = types.nptype_from_builtin(var.dtype)
+    dtype: npt.DTypeLike = types.nptype_from_builtin(builtin)
     return dtype

@@ -90,9 +90,7 @@ def test_what_would_stay_on_the_cpu_is_refused_unless_allowed(
     less = dataclasses.replace(ROW, ops=tuple(op for op in ROW.ops if op != "Softmax"))
     monkeypatch.setitem(DEVICES, "coreml-ep", less)
     wanted = {"device": "coreml-ep", "widths": (1, 4)}
-    with pytest.raises(
-        SpecedgeError, match=r"takes \d+ of \d+ nodes, in \d+ parts, and leaves Softmax \(2\) to the CPU"
-    ):
+    with pytest.raises(SpecedgeError, match=r"takes \d+ of \d+ nodes, in \d+ parts, and leaves Softmax \(2\) to the CPU"):
         make(models()[0], tmp_path / "b", **wanted)
     assert not (tmp_path / "b").exists()
     make(models()[0], tmp_path / "b", allow_cpu_nodes=True, **wanted)
