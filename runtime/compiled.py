@@ -153,6 +153,9 @@ def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None
         SpecedgeError: There is a context, and it was made of something else than what is here, or is damaged; or there are
             contexts for several chips, and nothing says which this one is.
     """
+    if (device.package is None) != (graph.function is None):
+        held = "ONNX graphs" if graph.function is None else "Core ML packages"
+        raise SpecedgeError(f"device {device.name!r}: {bundle.path} holds {held}; convert with --device {device.name}")
     if device.package:
         return PackageFunction(bundle.file(graph.file), graph, device)
     if device.plugin is None or (provider := find_provider(device)).emulated:

@@ -169,6 +169,15 @@ def test_times_of_the_evaluator_are_refused(path: Path) -> None:
     assert json.loads(result.stdout)["emulated"] == ["coreml-ane"] and "tokens/s" not in result.stderr
 
 
+def test_packages_and_graphs_are_not_taken_for_each_other(models: Models, path: Path, tmp_path: Path) -> None:
+    graphs = make(models()[0], tmp_path / "b", device="cpu-static", **FLOAT16)
+    for bundle, device, held in ((path, "cpu-static", "Core ML packages"), (graphs, "coreml-gpu", "ONNX graphs")):
+        with pytest.raises(SpecedgeError, match=rf"device '{device}': .* holds {held}; convert with --device {device}$"):
+            load(bundle, device)
+    assert load(path, "coreml-gpu").generate([3, 4], max_new_tokens=2).ids == load(path).generate([3, 4], max_new_tokens=2).ids
+    assert "nothing to compile" in refused(2, "compile", path, "--device", "coreml-ane")
+
+
 # ---- damage
 
 
