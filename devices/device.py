@@ -70,8 +70,9 @@ class Package:
         """
         found = [(ios, macos) for ios, macos in _SYSTEMS if target in (ios, f"macOS{macos}")]
         if not found or found[0][1] < self.macos:
-            raise ValueError(f"weights of 4 bits, and functions that share them, need {self.target} or macOS{self.macos}")
-        return replace(self, target=found[0][0], macos=found[0][1])
+            known = ", ".join(f"{ios} (macOS{macos})" for ios, macos in _SYSTEMS if macos >= self.macos)
+            raise ValueError(f"weights of 4 bits, and functions that share weights, need one of {known}")
+        return replace(self, target=found[0][0])
 
 
 _SYSTEMS = (("iOS15", 12), ("iOS16", 13), ("iOS17", 14), ("iOS18", 15), ("iOS26", 26))  # and the macOS of the same year

@@ -172,7 +172,9 @@ def convert_command(
     )
     if drafters.given and not other:
         raise UsageError(f"{drafters.given[0]}: says how a drafter is stored; give --draft, --medusa or --eagle")
-    draft_recipe = drafters.recipe(draft_row, weights) if drafters.given or draft_row.blocks != row.blocks else None
+    own = drafters.given or (draft_row.blocks, draft_row.contrib) != (row.blocks, row.contrib)
+    of_draft = weights if draft_row.contrib == row.contrib else "int4" if draft_row.contrib else "fp32"
+    draft_recipe = drafters.recipe(draft_row, of_draft) if own else None
     request = _export("request").Request(
         model=model,
         output=output,
@@ -272,11 +274,13 @@ def _show_report(output: Output, bundle: Path, report: Any) -> None:
         groups.add_row(group.role, group.part, str(group.tensors), *stored)
     output.console.print(groups)
     if report.devices:
-        devices = rich.table.Table("on the device", "rows", "cosine", "least", "KL", "top-1 differs", "near-ties", "KV error")
+        columns = ("on the device", "against", "rows", "cosine", "least", "KL", "top-1 differs", "near-ties", "KV error")
+        devices = rich.table.Table(*columns)
         for found in report.devices:
             numbers = (f"{number:.6f}" for number in (found.cosine_mean, found.cosine_min, found.kl_mean))
             kv = "-" if found.kv_error is None else f"{found.kv_error:.2g}"
-            devices.add_row(found.graph, str(found.rows), *numbers, str(found.top1_differs), str(found.near_ties), kv)
+            counts = (str(found.top1_differs), str(found.near_ties))
+            devices.add_row(found.graph, found.against, str(found.rows), *numbers, *counts, kv)
         output.console.print(devices)
     for layer in report.layers:
         output.console.print(f"stream entering block {layer.block}: {layer.snr_db:.1f} dB above the device's noise")

@@ -14,7 +14,10 @@ FLOATS = {"fp32": "float32", "fp16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """As given on the command line; `prefix` begins their names, `draft-` for the drafter's, which heads do not `calibrate`."""
+    """As given on the command line; `prefix` begins their names, `draft-` for the drafter's.
+
+    `calibrates` says whether what they store can be calibrated: heads cannot.
+    """
 
     prefix: str
     weights: str | None

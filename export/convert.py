@@ -13,7 +13,7 @@ from specedge import bundle as bundles
 from specedge.bundle import Bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
-from specedge.errors import SpecedgeError, UsageError
+from specedge.errors import UsageError
 from specedge.export.calibration_text import read_calibration
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.decoder import NORMED
@@ -29,6 +29,7 @@ from specedge.export.unroll import Ranks
 from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.folders import new_folder
 from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
+from specedge.mlpackage import import_coremltools
 from specedge.progress import Progress, silent
 from specedge.tokenizer import Tokenizer
 
@@ -69,7 +70,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             f"draft device {draft_device.name!r}: computes in {draft_device.dtype}, and heads in the target's {recipe.dtype}"
         )
     if (medusa or eagle) and device != draft_device and (device.package or draft_device.package):
-        raise UsageError(f"draft device {draft_device.name!r}: heads lie in the target's package; leave it out")
+        raise UsageError(f"draft device {draft_device.name!r}: heads lie in one package with the target; leave it out")
     if medusa or eagle:  # a head reads what the target gives, and its matrices
         draft_recipe = request.drafter.on(device)
     with new_folder(request.output, request.force, bundles.is_bundle) as folder:
@@ -138,7 +139,7 @@ def _row(request: Request, name: str) -> Device:
     try:
         return replace(row, package=row.package.at_least(request.min_target))
     except ValueError as error:
-        raise UsageError(f"--min-target {request.min_target}: {error}; give that, or leave it out") from None
+        raise UsageError(f"--min-target {request.min_target}: {error}; give that or leave it out") from None
 
 
 def _package(folder: Path, role: str, device: Device) -> "PackageWriter | None":
@@ -149,12 +150,9 @@ def _package(folder: Path, role: str, device: Device) -> "PackageWriter | None":
     """
     if device.package is None:
         return None
-    try:
-        from specedge.export.to_coreml import PackageWriter  # its package is an extra
-    except ImportError as error:
-        raise SpecedgeError(
-            f"device {device.name!r}: needs coremltools, which is not installed here ({error}); pip install 'specedge[coreml]'"
-        ) from error
+    import_coremltools("", f"device {device.name!r}")
+    from specedge.export.to_coreml import PackageWriter  # reads an extra
+
     return PackageWriter(folder, f"{role}/model.mlpackage", device)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from specedge.export.plain import NORM_FLOOR
 from specedge.export.products import find_product
 from specedge.manifest import Weight
 
@@ -22,7 +23,6 @@ Array = npt.NDArray[Any]
 Var = Any  # coremltools has no annotations
 
 _TYPES = {"float16": types.fp16, "float32": types.fp32, "int32": types.int32}
-_FLOOR = 2.0**-6  # of the number a row is divided by in an RMSNorm: its largest value, unless that is less
 _TURNED = [0, 1, 3, 2]  # the transposition that a product does by itself
 
 
@@ -30,7 +30,8 @@ _TURNED = [0, 1, 3, 2]  # the transposition that a product does by itself
 class Matrix:
     """A weight as a program holds it: `values`; or `codes` of so many bits, less `zeros`, times `scales`, plus `minima`.
 
-    Codes are int8 or uint8 [rows, K], the others [rows, 1] or [rows, blocks].
+    Codes [rows, K] and zeros are of a type that coremltools knows as that of so many bits, signed or not; all but codes are
+    [rows, 1] or [rows, blocks].
     """
 
     values: Array | None = None
@@ -136,11 +137,9 @@ class _Translator:
 
     def _quantised(self, name: str, matrix: Matrix) -> Var:
         assert matrix.codes is not None
-        sign = "u" if matrix.codes.dtype == np.uint8 else ""
-        dtype = types.nptype_from_builtin(types.string_to_builtin(f"{sign}int{matrix.bits}"))
-        parts = {"data": matrix.codes.astype(dtype), "scale": matrix.scales}
+        parts = {"data": matrix.codes, "scale": matrix.scales}
         if matrix.zeros is not None:
-            parts["offset"] = matrix.zeros.astype(dtype)
+            parts["offset"] = matrix.zeros
         made = {part: self._constant(f"{name}_{part}", array) for part, array in parts.items()}
         return mb.constexpr_blockwise_shift_scale(**made, name=name)
 
@@ -208,7 +207,7 @@ class _Translator:
         """Rows are divided by their largest value first: squares of what a residual stream holds overflow in float16."""
         x, epsilon = self._x(node), node.attributes["epsilon"].as_float()
         real = types.nptype_from_builtin(x.dtype)
-        largest = mb.maximum(x=mb.reduce_max(x=mb.abs(x=x), axes=[-1], keep_dims=True), y=real(_FLOOR))
+        largest = mb.maximum(x=mb.reduce_max(x=mb.abs(x=x), axes=[-1], keep_dims=True), y=real(NORM_FLOOR))
         scaled = mb.real_div(x=x, y=largest)
         mean = mb.reduce_mean(x=mb.mul(x=scaled, y=scaled), axes=[-1], keep_dims=True)
         least = mb.real_div(x=real(epsilon**0.5), y=largest)

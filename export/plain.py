@@ -11,7 +11,8 @@ import onnx_ir as ir
 from specedge.devices.device import Device
 from specedge.export.rewriting import take_place
 
-_FLOOR = 2.0**-6  # of the number a row is divided by in an RMSNorm: its largest value, unless that is less
+NORM_FLOOR = 2.0**-6
+"""Least of the number that a row is divided by before it is squared, in an RMSNorm: its largest value, or this."""
 
 
 def spell_out(graph: ir.Graph, device: Device) -> None:
@@ -49,7 +50,13 @@ def preflight(graph: ir.Graph, device: Device) -> Preflight:
 
     What is computed of constants alone is not counted: onnxruntime does that once, before it asks a provider.
     """
-    nodes = [node for node in graph if any(value is not None and value.const_value is None for value in node.inputs)]
+    fixed: set[ir.Value | None] = {None, *graph.initializers.values()}
+    nodes = []
+    for node in graph:
+        if all(value in fixed for value in node.inputs):
+            fixed.update(node.outputs)
+        else:
+            nodes.append(node)
     taken = [node for node in nodes if node.op_type in device.ops and not node.domain]
     left = Counter(node.op_type for node in nodes if node not in set(taken))
     return Preflight(len(nodes), dict(left), _parts(taken))
@@ -95,7 +102,7 @@ class _Writer:
         last, epsilon = self._constant("last_axis", np.array([-1])), norm.attributes["epsilon"].as_float()
         minus = self._node(norm, "Mul", x, self._number(-1.0, real))
         largest = self._node(norm, "ReduceMax", self._node(norm, "Max", x, minus), last)
-        divisor = self._node(norm, "Max", largest, self._number(_FLOOR, real))
+        divisor = self._node(norm, "Max", largest, self._number(NORM_FLOOR, real))
         scaled = self._node(norm, "Div", x, divisor)
         mean = self._node(norm, "ReduceMean", self._node(norm, "Mul", scaled, scaled), last)
         least = self._node(norm, "Div", self._number(epsilon**0.5, real), divisor)

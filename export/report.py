@@ -63,10 +63,11 @@ class GroupError:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAgreement:
-    """A graph of a role on a device against the CPU: rows compared, cosines of their logits, and what else the report names."""
+    """A graph of a role on a device against what else computes it: rows compared, cosines of their logits, and so on."""
 
     role: str
     graph: str
+    against: str
     rows: int
     cosine_mean: float
     cosine_min: float

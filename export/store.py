@@ -1,5 +1,6 @@
 """Tensors of a checkpoint into a weight file, each in the form it was asked for."""
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -76,18 +77,21 @@ def settle(folder: Path, label: str, weights: Sequence[Weight], packed: Mapping[
     os.replace(partial, path)
     if not kept:
         path.unlink()
+        with contextlib.suppress(OSError):  # a package lies in the folder
+            path.parent.rmdir()
     return tuple(copies.get(weight.name, weight) for weight in settled)
 
 
 def _pieces(weight: Weight, packed: Mapping[StoredAt, Weight]) -> list[Weight]:
-    """The pieces that a package holds of a weight, in the order of its rows."""
+    """The pieces that a package holds of a weight, in the order of its rows; none unless it holds all rows."""
     first = min(weight.parts.values(), key=lambda extent: extent.offset)
     inside = [
         (place[1], piece)
         for place, piece in packed.items()
         if place[0] == weight.file and place[2] != weight.shape and first.offset <= place[1] < first.offset + first.bytes
     ]
-    return [piece for _, piece in sorted(inside, key=lambda one: one[0])]
+    pieces = [piece for _, piece in sorted(inside, key=lambda one: one[0])]
+    return pieces if sum(piece.shape[0] for piece in pieces) == weight.shape[0] else []
 
 
 def _store(name: str, tensors: Tensors, plan: Plan) -> Stored:

@@ -23,7 +23,7 @@ from specedge.quant.scheme import Scheme
 
 import coremltools as ct  # isort: skip  # behind export.mil, which tells its logger to be quiet
 from coremltools.converters.mil.backend.mil.load import load as to_spec  # isort: skip
-from coremltools.converters.mil.mil import Program  # isort: skip
+from coremltools.converters.mil.mil import Program, types  # isort: skip
 
 _ITEMS = {"model.mlmodel": "CoreML Model Specification", "weights": "CoreML Model Weights"}
 _PARTS = {"val": "values", "data": "codes", "scale": "scales", "offset": "zero_points"}
@@ -35,6 +35,7 @@ class PackageWriter:
 
     def __init__(self, folder: Path, file: str, device: Device) -> None:
         assert device.package is not None
+        mlpackage.import_coremltools("libmilstoragepython", f"device {device.name!r}")  # writes weights
         self.file = file
         self._folder, self._widest_output, self._package = folder, device.widest_output, device.package
         self._program = Program()
@@ -120,12 +121,14 @@ def _matrix(weight: Weight, path: Path) -> Matrix:
     if scheme.group is None:
         even = -(-weight.shape[1] * scheme.bits // 8) * 8 // scheme.bits
         codes, blocks = codes[:, :even], slice(1)
-    signed = (codes ^ np.uint8(128)).view(np.int8) if scheme.bits == 8 else codes.astype(np.int8) - np.int8(8)
+    signed = "" if scheme.symmetric else "u"
+    dtype = types.nptype_from_builtin(types.string_to_builtin(f"{signed}int{scheme.bits}"))
+    middle = np.uint8(scheme.middle_code if scheme.symmetric else 0)
     return Matrix(
         bits=scheme.bits,
-        codes=signed if scheme.symmetric else codes,
+        codes=(codes - middle).view(np.uint8 if signed else np.int8).astype(dtype),
         scales=stored.scales[:, blocks],
-        zeros=None if stored.zero_points is None else stored.zero_points[:, blocks],
+        zeros=None if stored.zero_points is None else stored.zero_points[:, blocks].astype(dtype),
         minima=None if stored.minima is None else stored.minima[:, blocks].astype(stored.scales.dtype),
     )
 

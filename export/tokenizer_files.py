@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from specedge.errors import SpecedgeError
+from specedge.errors import SpecedgeError, first_line
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -58,7 +58,7 @@ def read_folder(folder: Path) -> TokenizerFiles | None:
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # tokenizers raises Exception itself
-        raise SpecedgeError(f"{path}: not a tokenizer that can be read ({_first_line(error)})") from error
+        raise SpecedgeError(f"{path}: not a tokenizer that can be read ({first_line(error)})") from error
     return _files(tokenizer, tokenizer.backend_tokenizer)
 
 
@@ -77,7 +77,7 @@ def read_gguf(path: Path, metadata: Mapping[str, Any]) -> TokenizerFiles | None:
     try:
         tokenizer = PreTrainedTokenizerFast(name_or_path=str(path.parent), gguf_file=path.name, local_files_only=True)
     except Exception as error:  # tokenizers raises Exception itself
-        raise SpecedgeError(f"{path}: its tokenizer cannot be read ({_first_line(error)})") from error
+        raise SpecedgeError(f"{path}: its tokenizer cannot be read ({first_line(error)})") from error
     backend = _only_real_tokens(tokenizer.backend_tokenizer, tokens, metadata.get("tokenizer.ggml.token_type"))
     if split in _DIGIT_SPLITS:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,7 +111,3 @@ def _files(tokenizer: PreTrainedTokenizerFast, backend: Tokenizer) -> TokenizerF
         special_tokens={role: token for role, token in special.items() if token is not None},
         chat_template=template,
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

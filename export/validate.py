@@ -77,7 +77,7 @@ def validate(
     emulated = [row.name for row in dict.fromkeys(rows) if find_provider(row).emulated]
     device, draft_device = (twin(row).name if row.name in emulated else row.name for row in rows)
     if layers and not rows[0].plugin:
-        raise UsageError(f"--layers: compares a plug-in with the CPU, and {rows[0].name} is the CPU; leave it out")
+        raise UsageError(f"--layers: compares a plug-in with the CPU, and {rows[0].name} is none; leave it out")
     engine = load(path, device, draft_device)
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = [_EMULATED[get_device(name).package is not None].format(name) for name in emulated]
@@ -210,7 +210,7 @@ def _check_role(
         found = np.concatenate([walk(sequence, text[: window.stop], width, window.start) for window in windows])[:, :allowed]
         graph = f"{role} width {width}"
         if device.package:
-            devices.append(agreement(role, width, stored, found, None))
+            devices.append(agreement(role, width, stored, found))
         if quantised:
             checks.append(Check("kl_to_stored_weights", graph, mean_kl(stored, found), ACTIVATION_KL_LIMIT))
         else:

@@ -12,6 +12,7 @@ import rich.table
 
 from specedge.bundle import Bundle, open_bundle
 from specedge.errors import UsageError
+from specedge.manifest import Graph
 from specedge.mlpackage import is_package
 from specedge.reports import read_report
 from specedge.runtime.cli_options import BUNDLE
@@ -69,6 +70,10 @@ def show_memory(output: Output, engines: Sequence[EngineMemory]) -> None:
     output.console.print(table)
 
 
+def _place(graph: Graph) -> str:
+    return graph.file if graph.function is None else f"{graph.file} {graph.function}"
+
+
 def show_package(output: Output, path: Path, contents: PackageContents) -> None:
     """A package's functions, and its weights by how they are stored and why."""
     print_ = output.console.print
@@ -102,9 +107,9 @@ def show_bundle(output: Output, bundle: Bundle) -> None:
     for record in manifest.roles.values():
         for graph in record.all_graphs:
             width = "any width" if graph.width is None else f"width {graph.width}"
-            print_(f"  {graph.file}: {width}, {sum(graph.ops.values())} nodes")
+            print_(f"  {_place(graph)}: {width}, {sum(graph.ops.values())} nodes")
     for head in manifest.heads.values():
-        print_(f"  {head.graph.file}: {head.depth} tokens far, {sum(head.graph.ops.values())} nodes")
+        print_(f"  {_place(head.graph)}: {head.depth} tokens far, {sum(head.graph.ops.values())} nodes")
     table = rich.table.Table("role", "part", "tensors", "checkpoint", "stored", "method", "bits", "bytes", "exact")
     groups = tensor_groups(bundle)
     for group in groups:

@@ -151,11 +151,15 @@ def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None
 
     Raises:
         SpecedgeError: There is a context, and it was made of something else than what is here, or is damaged; or there are
-            contexts for several chips, and nothing says which this one is.
+            contexts for several chips, and nothing says which this one is. Or the bundle holds another kind of graph than the
+            device runs.
     """
     if (device.package is None) != (graph.function is None):
         held = "ONNX graphs" if graph.function is None else "Core ML packages"
         raise SpecedgeError(f"device {device.name!r}: {bundle.path} holds {held}; convert with --device {device.name}")
+    made_for = bundle.manifest.draft_device if graph.file.startswith("draft/") else bundle.manifest.device
+    if device.package and not device.blocks and device.name != made_for:
+        raise SpecedgeError(f"device {device.name!r}: {graph.file} was made for {made_for}; convert for this device")
     if device.package:
         return PackageFunction(bundle.file(graph.file), graph, device)
     if device.plugin is None or (provider := find_provider(device)).emulated:

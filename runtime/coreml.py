@@ -1,5 +1,8 @@
 """A function of a Core ML package, opened: by Core ML on a Mac, by the evaluator elsewhere."""
 
+import contextlib
+import platform
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from specedge.devices.device import Device
-from specedge.errors import SpecedgeError
+from specedge.errors import SpecedgeError, first_line
 from specedge.manifest import Graph
-from specedge.runtime.package import feature, import_coremltools, load_spec
+from specedge.mlpackage import import_coremltools
+from specedge.runtime.kept import kept_folder
+from specedge.runtime.package import feature, load_spec
 from specedge.runtime.probe import find_provider
 
 Array = npt.NDArray[Any]
@@ -24,7 +29,8 @@ class PackageFunction:
     def __init__(self, package: Path, graph: Graph, device: Device) -> None:
         emulated = find_provider(device).emulated  # says what to install where coremltools is missing
         _check(package, graph)
-        self._predict = (_evaluated if emulated else _opened)(package, graph, device)
+        assert graph.function is not None
+        self._predict = (_evaluated if emulated else _opened)(package, graph.function, device)
         self.nodes: dict[str, int] = {}
         """Core ML keeps to itself which unit takes an op."""
 
@@ -52,31 +58,43 @@ class PackageBinding:
             np.copyto(array, made[name].reshape(array.shape), casting="same_kind")
 
 
-def _evaluated(package: Path, graph: Graph, device: Device) -> Predict:
+def _evaluated(package: Path, function: str, device: Device) -> Predict:
     from specedge.runtime.evaluator import open_program
 
-    program, function = open_program(package), graph.function
-    assert function is not None
+    program = open_program(package)
     return lambda inputs: program.run(function, inputs)
 
 
-def _opened(package: Path, graph: Graph, device: Device) -> Predict:
+def _opened(package: Path, function: str, device: Device) -> Predict:
     assert device.package is not None
     coremltools = import_coremltools("", f"device {device.name!r}")
+    units = coremltools.ComputeUnit[device.package.compute_units]
     try:
-        model = coremltools.models.MLModel(
-            str(package),
-            compute_units=coremltools.ComputeUnit[device.package.compute_units],
-            function_name=graph.function,
-        )
+        compiled = _compile_once(package, coremltools)
+        model = coremltools.models.CompiledMLModel(str(compiled), units, function)
     except Exception as error:  # Core ML's own errors come as what its bindings make of them
-        raise SpecedgeError(f"{package}: {graph.function}: Core ML cannot open it ({_first_line(error)})") from error
+        raise SpecedgeError(f"{package}: {function}: Core ML cannot open it ({first_line(error)})") from error
 
     def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        made: Mapping[str, Array] = model.predict(dict(inputs))
+        try:
+            made: Mapping[str, Array] = model.predict(dict(inputs))
+        except Exception as error:  # likewise
+            raise SpecedgeError(f"{package}: {function}: Core ML cannot run it ({first_line(error)})") from error
         return made
 
     return predict
+
+
+def _compile_once(package: Path, coremltools: Any) -> Path:
+    """What Core ML makes of a package, all of its functions: kept, for each of them would compile the whole anew."""
+    folder = kept_folder(package, str(coremltools.__version__), platform.mac_ver()[0])
+    place = folder / "model.mlmodelc"
+    if not place.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            made = coremltools.models.utils.compile_model(str(package), str(Path(partial) / place.name))
+            with contextlib.suppress(OSError):  # another process was quicker
+                Path(made).rename(place)
+    return place
 
 
 def _check(package: Path, graph: Graph) -> None:
@@ -98,7 +116,3 @@ def _check(package: Path, graph: Graph) -> None:
                     f"{package}: {graph.function}: {kind} {name}: manifest says {wanted.get(name)}, package has "
                     f"{found.get(name)}; convert again"
                 )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

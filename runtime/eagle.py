@@ -158,4 +158,4 @@ def _step_bytes(bundle: Bundle) -> int:
     read = [weight for name, weight in own.items() if name != "embed_tokens.weight"]
     if "lm_head.weight" not in own:
         read.append(target.get("lm_head.weight") or target["embed_tokens.weight"])
-    return sum(extent.bytes for weight in read for extent in weight.parts.values())
+    return sum(weight.stored_bytes for weight in read)

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from specedge import mlpackage
 from specedge.errors import SpecedgeError
-from specedge.runtime.package import import_coremltools, load_spec
+from specedge.mlpackage import import_coremltools
+from specedge.runtime.package import load_spec
 
 Array = npt.NDArray[Any]
 
@@ -26,6 +27,7 @@ class Program:
     """All functions of a package; weights that several read are there once."""
 
     def __init__(self, package: Path) -> None:
+        import_coremltools("libmilstoragepython", str(package))  # what reads weights, where it was built
         milproto = import_coremltools("converters.mil.frontend.milproto.load", str(package))
         self._lock = threading.Lock()
         spec = load_spec(package)

@@ -13,12 +13,18 @@ def inspect(bundle: Bundle) -> dict[str, object]:
     """Device, widths, context, sizes and graphs, as the JSON contract names them (docs/contract.md)."""
     manifest = bundle.manifest
     graphs = [
-        {"role": role, "width": graph.width, "file": graph.file, "ops": graph.ops}
+        {"role": role, "width": graph.width, "file": graph.file, "function": graph.function, "ops": graph.ops}
         for role, record in manifest.roles.items()
         for graph in record.all_graphs
     ]
     graphs += [
-        {"role": name, "width": head.graph.width, "file": head.graph.file, "ops": head.graph.ops}
+        {
+            "role": name,
+            "width": head.graph.width,
+            "file": head.graph.file,
+            "function": head.graph.function,
+            "ops": head.graph.ops,
+        }
         for name, head in manifest.heads.items()
     ]
     return {

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from specedge.errors import SpecedgeError
+from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime.generate import Engine, load
 from specedge.runtime.prepared import return_heap
 from specedge.runtime.sample import Sampling
@@ -41,7 +41,8 @@ def measure_engines(path: Path, count: int) -> list[EngineMemory]:
     """
     engines: list[Engine] = []
     found = []
-    load(path)  # prepares the weights, if nobody has yet, and loads what a process needs once
+    if emulated := load(path).emulated:  # prepares the weights, if nobody has yet, and loads what a process needs once
+        raise UsageError(f"--memory: device {emulated[0]!r} is emulated here, and its memory is not what an engine takes")
     return_heap()
     before = read_memory([])
     for _ in range(count):

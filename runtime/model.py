@@ -57,7 +57,7 @@ class Model:
             else:
                 opened = prepared.open_plain(bundle, self.role, graph, device, threads)
             self.sessions[graph.width] = opened.session
-            self.weight_files.add(opened.weight_file)
+            self.weight_files.update(opened.weight_files)
 
     @property
     def nodes(self) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """What a Core ML package holds: functions, ops, and every weight with how it is stored and why."""
 
-import importlib
-import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -9,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from specedge import mlpackage
-from specedge.errors import SpecedgeError
+from specedge.errors import SpecedgeError, first_line
+from specedge.mlpackage import import_coremltools
 
-_BITS = {"INT4": 4, "UINT4": 4, "INT8": 8, "UINT8": 8, "FLOAT16": 16, "FLOAT32": 32}
+_CODES = ("val", "data", "quantized_data", "indices", "nonzero_data")  # what is looked at first of a compressed constant
+_BITS = re.compile(r"[A-Z]+(\d+)")  # of a type's name: UINT4, FLOAT16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def read_package(path: Path) -> PackageContents:
     functions, weights = [], dict[tuple[str, int], PackedWeight]()
     for name, function in sorted(spec.mlProgram.functions.items()):
         operations = [op for block in function.block_specializations.values() for op in block.operations]
-        functions.append(_function(name, described[name], operations))
+        functions.append(_function(name, described.get(name, spec.description), operations))
         for found, place in _weights(path, operations, name):
             known = weights.get((found.name, place))
             weights[found.name, place] = _also_read(known, name) if known else found
@@ -98,23 +99,7 @@ def load_spec(path: Path) -> Any:
     try:
         return utils.load_spec(str(path))
     except Exception as error:  # whatever its parser raises
-        said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise SpecedgeError(f"{path}: cannot be read ({said}); convert again") from error
-
-
-def import_coremltools(module: str, wanted_by: str) -> Any:
-    """A module of coremltools, or with no name all of it.
-
-    Raises:
-        SpecedgeError: It is not installed; says what to install for what.
-    """
-    logging.getLogger("coremltools").setLevel(logging.ERROR)  # it warns of what only a Mac has, and of versions
-    try:
-        return importlib.import_module(f"coremltools.{module}".rstrip("."))
-    except ImportError as error:
-        raise SpecedgeError(
-            f"{wanted_by}: needs coremltools, which is not installed here ({error}); pip install 'specedge[coreml]'"
-        ) from error
+        raise SpecedgeError(f"{path}: cannot be read ({first_line(error)}); convert again") from error
 
 
 def feature(described: Any) -> Feature:
@@ -142,15 +127,17 @@ def _weights(path: Path, operations: list[Any], function: str) -> Iterator[tuple
     for op in operations:
         values = {"val": op.attributes["val"]} if op.type == "const" else {}
         if op.type.startswith("constexpr_"):
-            values = {key: argument.arguments[0].value for key, argument in op.inputs.items() if argument.arguments}
+            values = dict(op.attributes) | {  # up to iOS 17 the ones, then the others
+                key: argument.arguments[0].value for key, argument in op.inputs.items() if argument.arguments
+            }
         places = {
             key: value.blobFileValue.offset for key, value in values.items() if value.WhichOneof("value") == "blobFileValue"
         }
         if not places:
             continue
         output = op.outputs[0]
-        main = next(iter(key for key in ("val", "data", "indices") if key in places), min(places))
-        bits = _BITS.get(_data_type(values[main].type.tensorType), 32)
+        main = next((key for key in _CODES if key in places), min(places))
+        bits = int(match[1]) if (match := _BITS.fullmatch(_data_type(values[main].type.tensorType))) else 8
         size = sum(mlpackage.find_blob(path, place)[1] for place in places.values())
         why = "" if bits == 4 else _why(output.name, _shape(output), bits)
         yield PackedWeight(output.name, _shape(output), bits, _scales(values), size, (function,), why), places[main]
@@ -162,9 +149,9 @@ def _scales(values: dict[str, Any]) -> str:
         return "a table per " + "x".join(map(str, _dimensions(values["lut"].type.tensorType)[:-2]))
     if "scale" not in values:
         return ""
-    rows, *blocks = _dimensions(values["scale"].type.tensorType)
-    columns = _dimensions(values["data"].type.tensorType)[1:]
-    reach = "row" if blocks == [1] else f"{columns[0] // blocks[0]} of a row" if blocks else f"{rows}"
+    _, *blocks = _dimensions(values["scale"].type.tensorType) or (1,)
+    columns = _dimensions(values["data"].type.tensorType)[1:] if "data" in values else ()
+    reach = f"{columns[0] // blocks[0]} of a row" if columns and set(blocks) != {1} else "row"
     return f"a scale per {reach}" + (", zero points" if "offset" in values else "")
 
 

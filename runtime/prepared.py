@@ -49,10 +49,10 @@ Same = Callable[[OpenGraph, OpenGraph], bool]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session and the file whose pages are its weights."""
+    """A session and the files whose pages are its weights."""
 
     session: OpenGraph
-    weight_file: Path
+    weight_files: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Source:
 
 def open_plain(bundle: Bundle, role: Role, graph: Graph, device: Device, threads: int | None) -> Opened:
     """A session over the bundle's own files."""
-    return Opened(open_graph(bundle, graph, device, threads), bundle.file(role.weight_files[0]))
+    return Opened(open_graph(bundle, graph, device, threads), tuple(map(bundle.file, role.weight_files)))
 
 
 def open_prepared(bundle: Bundle, role: Role, graph: Graph, device: Device, threads: int | None, same: Same) -> Opened:
@@ -87,7 +87,7 @@ def open_prepared(bundle: Bundle, role: Role, graph: Graph, device: Device, thre
     except Exception as error:  # onnxruntime's own, too: nothing that a preparation does may keep an engine from opening
         _warn_once(f"{bundle.path}: opened without prepared weights, each engine holds a copy of its own ({error})")
         return open_plain(bundle, role, graph, device, threads)
-    return Opened(session, place / PREPARED_WEIGHTS)
+    return Opened(session, (place / PREPARED_WEIGHTS,))
 
 
 def _warn_once(message: str) -> None:

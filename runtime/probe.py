@@ -9,8 +9,8 @@ from typing import Any
 import onnxruntime as ort
 
 from specedge.devices.device import Device, Options, Package, Plugin, Soc
-from specedge.errors import SpecedgeError, UsageError
-from specedge.runtime.package import import_coremltools
+from specedge.errors import SpecedgeError, UsageError, first_line
+from specedge.mlpackage import import_coremltools
 
 _registering = threading.Lock()
 
@@ -75,9 +75,8 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
             try:
                 ort.register_execution_provider_library(device.provider, package.get_library_path())
             except Exception as error:  # onnxruntime raises its own unrelated exception types
-                said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
                 raise SpecedgeError(
-                    f"device {device.name!r}: onnxruntime {ort.__version__} cannot load {device.provider} ({said})"
+                    f"device {device.name!r}: onnxruntime {ort.__version__} cannot load {device.provider} ({first_line(error)})"
                 ) from error
             found = _devices(device.provider)
     if not found:

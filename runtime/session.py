@@ -1,7 +1,6 @@
 """A step graph opened on a Device: beside `probe` the only importer of onnxruntime."""
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -16,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from specedge.bundle import MANIFEST, sha256
-from specedge.cachedir import cache_dir
 from specedge.devices.device import Device, Options
-from specedge.errors import SpecedgeError
+from specedge.errors import SpecedgeError, first_line
 from specedge.manifest import Graph, TensorSpec
+from specedge.runtime.kept import kept_folder
 from specedge.runtime.probe import Provider, find_provider
 
 Array = npt.NDArray[np.generic]
@@ -120,25 +118,13 @@ def open_session(
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     options.add_session_config_entry(_RECORD, "1")
     if not device.plugin:
-        cache = _compiled_here(path, provider) if any("{cache}" in value for _, value in device.options) else ""
+        cached = any("{cache}" in value for _, value in device.options)
+        cache = kept_folder(path, device.name, provider.version, *map(str, device.options)) if cached else ""
         own = {name: value.format(cache=cache) for name, value in device.options}
         return ort.InferenceSession(str(path), options, providers=[(device.provider, own)])
     options.add_provider_for_devices(list(provider.devices), provider.options(more, **values))
     with _stdout_aside() if provider.emulated else contextlib.nullcontext():
         return ort.InferenceSession(str(path), options)
-
-
-def _compiled_here(path: Path, provider: Provider) -> Path:
-    """The folder of the user's cache where a provider may keep what it makes of this very graph, in this very version.
-
-    A graph names its weights by their places alone: it is the bundle's manifest that tells them from others.
-    """
-    manifests = [folder / MANIFEST for folder in path.parents[:2]]
-    files = [path, *(file for file in manifests if file.is_file())]
-    parts = [provider.device.name, provider.version, *map(str, provider.device.options), *map(sha256, files)]
-    folder = cache_dir().absolute() / "compiled" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def write_contexts(paths: Mapping[Path, Path], provider: Provider) -> Iterator[Path]:
@@ -266,7 +252,3 @@ def _check(
             raise SpecedgeError(
                 f"{path}: {kind} {spec.name}: manifest says {spec.dtype!r:.60}, graph has {dtype}; convert again"
             )
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

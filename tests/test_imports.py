@@ -40,10 +40,7 @@ OWNERS = {  # packages that one or two files wrap for all others
     "onnxruntime": {"specedge/runtime/session.py", "specedge/runtime/probe.py"},
     "onnxruntime_qnn": {"specedge/runtime/session.py", "specedge/runtime/probe.py"},
     "coremltools": {
-        "specedge/runtime/coreml.py",
-        "specedge/runtime/evaluator.py",
-        "specedge/runtime/package.py",
-        "specedge/runtime/probe.py",
+        "specedge/mlpackage.py",
         "specedge/export/mil.py",
         "specedge/export/to_coreml.py",
     },
@@ -93,7 +90,7 @@ def test_a_misplaced_import_is_found(file, source):
     ("file", "source"),
     [
         ("runtime/session.py", "import onnxruntime as ort\nimport numpy"),
-        ("runtime/coreml.py", "def open_graph():\n    import coremltools"),
+        ("mlpackage.py", "def open_graph():\n    import coremltools"),
         ("export/to_onnx.py", "import onnx_ir, torch, os\nfrom specedge.errors import SpecedgeError"),
     ],
 )

@@ -23,6 +23,7 @@ from specedge.export.weights import read_float32
 from specedge.quant.scheme import Scheme
 from specedge.runtime import Engine, Sampling, TreeShape, load
 from specedge.runtime.bench import bench
+from specedge.runtime.memory import measure_engines
 from specedge.runtime.probe import find_provider
 from test_export_cli import refused, run
 from test_runtime_heads import scripted_heads
@@ -175,6 +176,11 @@ def test_packages_and_graphs_are_not_taken_for_each_other(models: Models, path: 
         with pytest.raises(SpecedgeError, match=rf"device '{device}': .* holds {held}; convert with --device {device}$"):
             load(bundle, device)
     assert load(path, "coreml-gpu").generate([3, 4], max_new_tokens=2).ids == load(path).generate([3, 4], max_new_tokens=2).ids
+    blocks = make(models()[0], tmp_path / "blocks", device="coreml-gpu", body=Scheme(4, 32), head=Scheme(8, 32))
+    with pytest.raises(SpecedgeError, match=r"'coreml-ane': target/model\.mlpackage was made for coreml-gpu"):
+        load(blocks, "coreml-ane")
+    with pytest.raises(UsageError, match="'coreml-ane' is emulated here"):
+        measure_engines(path, 1)
     assert "nothing to compile" in refused(2, "compile", path, "--device", "coreml-ane")
 
 
@@ -217,14 +223,24 @@ def test_garbage_in_a_package_is_one_line(path: Path, file: str, tmp_path: Path)
 
 
 class CoreML:
-    """Stands in for coremltools.models.MLModel: notes what it is opened with, and answers as the evaluator does."""
+    """Stands in for coremltools.models.CompiledMLModel: notes what it is opened with, and answers as the evaluator does."""
 
+    compiled: ClassVar[list[str]] = []
     opened: ClassVar[list[tuple[str, str, str]]] = []
     wrong: ClassVar[float] = 0.0
 
-    def __init__(self, path: str, *, compute_units: Any, function_name: str) -> None:
+    def __init__(self, path: str, compute_units: Any, function_name: str) -> None:
+        assert compute_units in coremltools.ComputeUnit
         self.opened.append((path, compute_units.name, function_name))
-        self._program, self._function = evaluator.open_program(Path(path)), function_name
+        package = Path(path, "package").read_text(encoding="utf-8")
+        self._program, self._function = evaluator.open_program(Path(package)), function_name
+
+    @classmethod
+    def compile(cls, model: str, destination_path: str) -> str:
+        cls.compiled.append(model)
+        Path(destination_path).mkdir()
+        Path(destination_path, "package").write_text(model, encoding="utf-8")
+        return destination_path
 
     def predict(self, data: dict[str, Array]) -> dict[str, Array]:
         inputs = self._program.functions[self._function].inputs
@@ -236,10 +252,13 @@ class CoreML:
 
 
 @pytest.fixture
-def mac(monkeypatch: pytest.MonkeyPatch) -> type[CoreML]:
+def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[CoreML]:
     monkeypatch.setattr(platform, "mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
-    monkeypatch.setattr(coremltools.models, "MLModel", CoreML)
+    monkeypatch.setattr(coremltools.models, "CompiledMLModel", CoreML)
+    monkeypatch.setattr(coremltools.models.utils, "compile_model", CoreML.compile)
     monkeypatch.setattr(CoreML, "opened", [])
+    monkeypatch.setattr(CoreML, "compiled", [])
+    monkeypatch.setenv("SPECEDGE_CACHE", str(tmp_path / "cache"))
     return CoreML
 
 
@@ -250,8 +269,14 @@ def test_core_ml_is_asked_for_every_function_on_the_rows_units(
     path = make(models()[0], tmp_path / "bundle", device=device, widths=(1, 4), **FLOAT16)
     engine = load(path)
     assert engine.emulated == () and find_provider(engine.device).sdk == "macOS 15.1"
-    assert mac.opened == [(str(path / PACKAGE), units, name) for name in ("decode", "verify_4", "prefill")]
+    assert [one[1:] for one in mac.opened] == [(units, name) for name in ("decode", "verify_4", "prefill")]
+    assert mac.compiled == [str(path / PACKAGE)] and len({one[0] for one in mac.opened}) == 1
     assert engine.generate([3, 4, 5], max_new_tokens=6).ids == tiny.hf_greedy(models()[1], [3, 4, 5], 6)
+    load(path)
+    assert len(mac.compiled) == 1
+    other = make(models(seed=1)[0], path, device=device, widths=(1, 4), **FLOAT16)  # B66: other weights in the same place
+    assert load(other).generate([3, 4, 5], max_new_tokens=6).ids == tiny.hf_greedy(models(seed=1)[1], [3, 4, 5], 6)
+    assert len(mac.compiled) == 2
 
 
 def test_on_a_mac_core_ml_is_compared_with_the_evaluator(
@@ -259,7 +284,8 @@ def test_on_a_mac_core_ml_is_compared_with_the_evaluator(
 ) -> None:
     report = validate(path, str(models()[0]), prompts=1, tokens=8)
     assert report.passed, [check for check in report.checks if not check.passed]
-    assert len(report.devices) == 6 and [found.kv_error for found in report.devices[3:]] == [0.0] * 3
+    held = [(found.against, found.kv_error) for found in report.devices]
+    assert held == [("PyTorch", None)] * 3 + [("the evaluator", 0.0)] * 3
     assert not any("nothing was run" in note for note in report.notes)
     monkeypatch.setattr(mac, "wrong", 3.0)
     assert not validate(path, str(models()[0]), prompts=1, tokens=8).passed
@@ -271,13 +297,16 @@ def test_an_older_mac_is_refused(path: Path, mac: type[CoreML], monkeypatch: pyt
         load(path)
 
 
-def test_what_core_ml_says_when_it_fails_is_one_line(path: Path, mac: type[CoreML], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("at", "does"), [("compile_model", "open"), ("__init__", "open"), ("predict", "run")])
+def test_what_core_ml_says_when_it_fails_is_one_line(
+    path: Path, mac: type[CoreML], at: str, does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("Error compiling model:\nmany lines")
 
-    monkeypatch.setattr(coremltools.models, "MLModel", fail)
-    with pytest.raises(SpecedgeError, match=r"decode: Core ML cannot open it \(Error compiling model:\)$"):
-        load(path)
+    monkeypatch.setattr(coremltools.models.utils if at == "compile_model" else mac, at, fail)
+    with pytest.raises(SpecedgeError, match=rf"decode: Core ML cannot {does} it \(Error compiling model:\)$"):
+        load(path).generate([3])
 
 
 def test_the_evaluator_is_as_exact_as_float16(models: Models, path: Path) -> None:

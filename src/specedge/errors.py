@@ -15,3 +15,8 @@ class UsageError(SpecedgeError):
     """The request itself makes no sense, whatever the files hold."""
 
     exit_code = 2
+
+
+def first_line(error: Exception) -> str:
+    """What another program's error says, short enough for a line of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,7 +1,10 @@
-"""Where things lie in a Core ML package: a folder with a program and one file of weights."""
+"""Core ML packages: where things lie in these folders of a program and one file of weights, and the library that reads them."""
 
+import importlib
+import logging
 import struct
 from pathlib import Path
+from typing import Any
 
 from specedge.errors import SpecedgeError
 
@@ -35,3 +38,18 @@ def find_blob(package: Path, place: int) -> tuple[int, int]:
     if sentinel != _SENTINEL or offset + size > file.stat().st_size:
         raise SpecedgeError(f"{file}: no array at {place}; convert again")
     return offset, size
+
+
+def import_coremltools(module: str, wanted_by: str) -> Any:
+    """A module of coremltools, or with no name all of it.
+
+    Raises:
+        SpecedgeError: It is not there; says what to install for what.
+    """
+    logging.getLogger("coremltools").setLevel(logging.ERROR)  # it warns of what only a Mac has, and of versions
+    try:
+        return importlib.import_module(f"coremltools.{module}".rstrip("."))
+    except ImportError as error:
+        raise SpecedgeError(
+            f"{wanted_by}: needs coremltools, which is not here or not whole ({error}); pip install 'specedge[coreml]'"
+        ) from error
