@@ -311,7 +311,7 @@ def demo_command(output: Path, json_file: str | None) -> None:
     with out.progress() as progress:
         report = _export("validate").validate(output, model, progress=progress)
     _show_report(out, output, report)
-    engine = load(output)
+    engine = load(output, reuse=False)
     with out.progress() as progress:
         results = bench(engine, prompt_sets(engine), progress=progress)
     show_bench(out, engine.drafter_name, results)

@@ -78,7 +78,7 @@ def validate(
     device, draft_device = (twin(row).name if row.name in emulated else row.name for row in rows)
     if layers and not rows[0].plugin:
         raise UsageError(f"--layers: compares a plug-in with the CPU, and {rows[0].name} is none; leave it out")
-    engine = load(path, device, draft_device)
+    engine = load(path, device, draft_device, reuse=False)
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = [_EMULATED[get_device(name).package is not None].format(name) for name in emulated]
     groups: list[GroupError] = []
@@ -259,7 +259,7 @@ def _check_drafters(
     progress("validate: greedy ids", 0, len(manifest.drafters))
     greedy = []
     for done, drafter in enumerate(manifest.drafters, 1):
-        engine = load(path, *rows, drafter)
+        engine = load(path, *rows, drafter, reuse=False)
         depths = sorted({min(gamma, engine.deepest) for gamma in gammas})
         drafts = [(f"gamma {gamma}", TreeShape.chain(gamma), ties.chain) for gamma in depths]
         if engine.default_tree:

@@ -44,7 +44,7 @@ def bench_command(
     """Time plain and speculative decoding of a BUNDLE in one run."""
     shape = read_shape(tree) if tree else None
     output = Output(json_file)
-    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes)
+    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes, reuse=False)
     sets = prompt_sets(engine, prompts_file)
     with output.progress() as progress:
         results = bench(engine, sets, max_new_tokens, gamma, repeats, progress, shape)

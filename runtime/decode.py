@@ -9,7 +9,7 @@ from specedge.runtime.control import Control
 from specedge.runtime.drafters import Drafter
 from specedge.runtime.rules import Judge
 from specedge.runtime.sample import Logits
-from specedge.runtime.sequence import Sequence
+from specedge.runtime.sequence import Sequence, common_beginning
 from specedge.runtime.tree import ROOT, TokenTree
 
 
@@ -29,11 +29,15 @@ class Round:
     seconds: float
 
 
-def prefill(target: Sequence, drafter: Drafter, prompt: Tokens[int]) -> None:
-    """Take in all of a prompt but its last token, the first root."""
-    target.truncate(0)
-    drafter.begin(prompt)
-    target.prefill(prompt[:-1], lambda rows: drafter.learn(target, rows))
+def prefill(target: Sequence, drafter: Drafter, prompt: Tokens[int], reuse: bool = False) -> int:
+    """Take in all of a prompt but its last token, the first root; how many of its tokens were in the cache already.
+
+    With `reuse` what the cache holds of a text that begins like it stays there, as far as the drafter can do without.
+    """
+    known = drafter.begin(prompt, common_beginning(target.text, prompt[:-1]) if reuse else 0)
+    target.truncate(known)
+    target.prefill(prompt[known:-1], lambda rows: drafter.learn(target, rows))
+    return known
 
 
 def decode(

@@ -95,5 +95,5 @@ class DeltaSequence(Sequence):
         rows: Array = self._last.hidden[0]
         return rows
 
-    def commit(self, rows: Tokens[int]) -> None:
+    def _commit(self, rows: Tokens[int]) -> None:
         self.cache.append(self._last.columns, rows)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from specedge.runtime.law import Law
 from specedge.runtime.rules import Choose, Rule
 from specedge.runtime.sample import Logits
-from specedge.runtime.sequence import Sequence
+from specedge.runtime.sequence import Sequence, common_beginning
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.tree import ROOT, Proposal, TokenTree
 from specedge.runtime.unrolled import Expansion, Unrolling
@@ -23,8 +23,12 @@ NOTHING = Proposal(TokenTree.chain([]))  # made once: between two steps every li
 class Drafter(Protocol):
     """Proposes continuations of a text whose last token is the root; gets the whole text each time, so it misses nothing."""
 
-    def begin(self, prompt: Tokens[int]) -> None:
-        """Forget the previous request and take in a prompt."""
+    def begin(self, prompt: Tokens[int], known: int = 0) -> int:
+        """Take in a prompt, of which the target's cache holds the first `known` tokens; how many of these it may leave there.
+
+        Those behind them are read again, and learnt. What the drafter knows of the same beginning it keeps, of another text
+        nothing.
+        """
 
     def room(self, length: int) -> int:
         """How many tokens can be drafted after a text of `length`."""
@@ -42,8 +46,8 @@ class Drafter(Protocol):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    def begin(self, prompt: Tokens[int]) -> None:
-        return
+    def begin(self, prompt: Tokens[int], known: int = 0) -> int:
+        return known
 
     def room(self, length: int) -> int:
         return 0
@@ -68,9 +72,10 @@ class LookupDrafter:
         self._ids = np.zeros(context, np.int64)
         self._known = 0
 
-    def begin(self, prompt: Tokens[int]) -> None:
+    def begin(self, prompt: Tokens[int], known: int = 0) -> int:
         self._known = 0
         self._extend(prompt)
+        return known
 
     def room(self, length: int) -> int:
         return len(self._ids) - length
@@ -180,12 +185,15 @@ class DraftModel:
         self._fed: list[int] = []  # nodes of the tree in the cache, in the order of their columns
         self._settled = 0  # columns before these: so much of the text
 
-    def begin(self, prompt: Tokens[int]) -> None:
-        self._sequence.truncate(0)
+    def begin(self, prompt: Tokens[int], known: int = 0) -> int:
+        sequence = self._sequence
         self._tree, self._fed = TokenTree.chain([]), []
-        text = prompt[: self._sequence.role.context][:-1]
-        self._sequence.prefill(text)
+        text = prompt[: sequence.role.context][:-1]
+        kept = min(common_beginning(sequence.text, text), known)
+        sequence.truncate(kept)
+        sequence.prefill(text[kept:])
         self._settled = len(text)
+        return known
 
     def room(self, length: int) -> int:
         return max(self._sequence.role.context - length + 1, 0)
@@ -220,15 +228,16 @@ class DraftModel:
         room = sequence.role.context - len(history)
         fed = [node for node in expansion.fed if node < len(shape.parents)][:room] if whole else []  # else feed them again
         rows = [*range(len(unread)), *(drafted.width + expansion.fed.index(node) for node in fed)]
-        sequence.cache.append(drafted.columns, rows)
+        sequence.append(drafted.columns, rows, unread)
         self._fed = fed
         return proposal
 
     def _rewind(self, history: Tokens[int]) -> None:
         """Keep the columns of what was emitted, short of the root, whose logits are always wanted."""
         path = self._tree.follow(history[self._settled : len(history) - 1])
-        columns = [self._fed.index(node) for node in path if node in self._fed]
-        self._sequence.keep(self._settled, columns)
+        kept = [node for node in path if node in self._fed]
+        columns = [self._fed.index(node) for node in kept]
+        self._sequence.keep(self._settled, columns, [self._tree.tokens[node] for node in kept])
         self._tree, self._fed = TokenTree.chain([]), []
 
     def _take_in(self, history: Tokens[int]) -> Logits:

@@ -33,6 +33,8 @@ class EagleHead:
     def __init__(self, bundle: Bundle, device: Device, threads: int | None = None) -> None:
         self.role = bundle.role("eagle")
         self.cache = KVCache(self.role.kv, self.role.context)
+        self.text: list[int] = []
+        """Tokens that the columns come of, one more than columns, as far as these are a text in order: no drafts."""
         self._target_ids = bundle.role("target").vocab_size
         self.ids = self._vocabulary(bundle)
         """[Vd] which ids of the target its own are."""
@@ -65,7 +67,7 @@ class EagleHead:
             graph = self._fitting(self._first, rows)
             inputs = {self._reads: self._typed(features[start : start + chunk]), "last_row": np.array([rows - 1], np.int32)}
             outputs = graph.run(piece, np.arange(length, length + rows), np.tri(rows, dtype=bool), inputs)
-            self._commit(outputs, range(rows))
+            self._commit(outputs, range(rows), piece)
         return self.widen(outputs["logits"][0, 0]), outputs["fed_back"][0, 0].astype(np.float32)
 
     def grow(
@@ -77,7 +79,7 @@ class EagleHead:
         """
         graph = self._fitting(self._next, len(tokens))
         outputs = graph.run(tokens, positions, sees, {"hidden": self._typed(states)})
-        self._commit(outputs, range(len(tokens)))
+        self._commit(outputs, range(len(tokens)), ())
         logits = [self.widen(row) for row in outputs["logits"][0, : len(tokens)]]
         return logits, outputs["fed_back"][0, : len(tokens)].astype(np.float32)
 
@@ -94,7 +96,7 @@ class EagleHead:
             self.read(tokens[:-most], features[:-most])
             tokens, features = tokens[-most:], features[-most:]
         drafted = expansion.draft(tokens, noise, {self._reads: self._typed(features)})
-        self.cache.append(drafted.columns, range(len(tokens)))
+        self._append(drafted.columns, range(len(tokens)), tokens)
         return drafted
 
     def widen(self, logits: npt.NDArray[np.floating]) -> Logits:
@@ -105,9 +107,25 @@ class EagleHead:
         row[self.ids] = logits
         return row
 
-    def _commit(self, outputs: dict[str, npt.NDArray[np.generic]], rows: range) -> None:
+    def restart(self, text: Tokens[int]) -> None:
+        """Keep the columns of this beginning of a text, whose first token comes with no column of its own."""
+        self.truncate(min(len(text) - 1, self.cache.length))
+        self.text = [*text[: self.cache.length + 1]]
+
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        self.cache.truncate(length)
+        del self.text[length + 1 :]
+
+    def _commit(self, outputs: dict[str, npt.NDArray[np.generic]], rows: range, tokens: Tokens[int]) -> None:
         columns = {name.removeprefix("new_"): array for name, array in outputs.items() if name.startswith("new_")}
+        self._append(columns, rows, tokens)
+
+    def _append(self, columns: dict[str, npt.NDArray[np.generic]], rows: range, tokens: Tokens[int]) -> None:
+        """Columns of a text's `tokens`, or of drafts, which are no text."""
+        follows = len(self.text) == self.cache.length + 1
         self.cache.append(columns, rows)
+        self.text += tokens if follows else ()
 
     def _typed(self, rows: Rows) -> npt.NDArray[np.generic]:
         return np.ascontiguousarray(rows[None], dtype=self.role.kv.dtype)

@@ -45,9 +45,10 @@ class Engine:
         drafter: str | None,
         threads: int | None,
         prepare: bool | None = None,
+        reuse: bool = True,
     ) -> None:
         manifest = bundle.manifest
-        self.bundle = bundle
+        self.bundle, self.reuse = bundle, reuse
         self.device, self.draft_device = device, draft_device
         self.drafter_name = drafter or manifest.drafters[0]
         if self.drafter_name not in manifest.drafters:
@@ -284,6 +285,7 @@ def load(
     threads: int | None = None,
     prepare: bool | None = None,
     allow_cpu_nodes: bool = False,
+    reuse: bool = True,
 ) -> Engine:
     """Open a bundle on a device and its drafter on another; the default are those it was made for.
 
@@ -291,7 +293,8 @@ def load(
 
     `prepare=False` leaves the user's cache alone; by default the first load keeps there what later ones map
     (`runtime.prepared`), if the weights are worth it. A node that a device's provider leaves to the CPU is an error, unless
-    `allow_cpu_nodes`.
+    `allow_cpu_nodes`. With `reuse` a request reads only what its prompt has behind the beginning that it shares with the text
+    of the one before, answer included: the next turn of a conversation.
 
     Raises:
         SpecedgeError: The bundle is damaged, or the device cannot run it.
@@ -300,7 +303,7 @@ def load(
     row, draft_row = rows_of(bundle, device, draft_device)
     if allow_cpu_nodes:
         row, draft_row = (replace(one, whole=False) for one in (row, draft_row))
-    return Engine(bundle, row, draft_row, drafter, threads, prepare)
+    return Engine(bundle, row, draft_row, drafter, threads, prepare, reuse)
 
 
 def rows_of(bundle: Bundle, device: str | None, draft_device: str | None) -> tuple[Device, Device]:

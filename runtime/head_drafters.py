@@ -10,7 +10,7 @@ from specedge.runtime.eagle import EagleHead
 from specedge.runtime.heads import MedusaHeads
 from specedge.runtime.rules import Rule
 from specedge.runtime.sample import Logits
-from specedge.runtime.sequence import Sequence
+from specedge.runtime.sequence import Sequence, common_beginning
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.tree import ROOT, Proposal
 
@@ -25,8 +25,9 @@ class MedusaDrafter:
         self._heads, self._choose = heads, rule.choose
         self._hidden: NDArray[np.float32] | None = None
 
-    def begin(self, prompt: Tokens[int]) -> None:
+    def begin(self, prompt: Tokens[int], known: int = 0) -> int:
         self._hidden = None  # a prompt of one token has none before the first round
+        return max(min(known, len(prompt) - 2), 0)  # the row that predicts the root is read again
 
     def room(self, length: int) -> int:
         return MAX_NODES
@@ -58,9 +59,11 @@ class EagleDrafter:
         self._text: Tokens[int] = []  # as far as it is known here
         self._features: list[NDArray[np.float32]] = []  # [n, F] of tokens the head has not read
 
-    def begin(self, prompt: Tokens[int]) -> None:
-        self._head.cache.truncate(0)
+    def begin(self, prompt: Tokens[int], known: int = 0) -> int:
+        read = min(common_beginning(self._head.text, prompt), known, len(prompt) - 1)
+        self._head.restart(prompt[: max(read, 1)])
         self._text, self._features = prompt, []
+        return self._head.cache.length
 
     def room(self, length: int) -> int:
         return MAX_NODES
@@ -86,7 +89,7 @@ class EagleDrafter:
         logits, state = head.read(tokens, features)
         growth = _Growth(head, state)
         proposal = draft_tree(history, shape, self._rule.choose, logits, growth)
-        head.cache.truncate(growth.settled)
+        head.truncate(growth.settled)
         return proposal
 
     def _take(self, text: Tokens[int]) -> tuple[Tokens[int], NDArray[np.float32]]:

@@ -78,5 +78,5 @@ class InPlaceSequence(Sequence):
     def _hidden_rows(self) -> Array:
         return self._hidden
 
-    def commit(self, rows: Tokens[int]) -> None:
+    def _commit(self, rows: Tokens[int]) -> None:
         self.cache.keep([int(self._places[row]) for row in rows])

@@ -46,7 +46,7 @@ def measure_engines(path: Path, count: int) -> list[EngineMemory]:
     return_heap()
     before = read_memory([])
     for _ in range(count):
-        engine = load(path)
+        engine = load(path, reuse=False)
         engines.append(engine)
         engine.generate([0] * (engine.context - 1), Sampling(), 1)
         return_heap()

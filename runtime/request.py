@@ -118,7 +118,7 @@ class Request:
     def _rounds(self) -> Iterator[Round]:
         engine = self._engine
         start = time.perf_counter()
-        prefill(engine.target, self._drafter, self._prompt)
+        self._stats.reused_tokens = prefill(engine.target, self._drafter, self._prompt, engine.reuse)
         self._stats.prefill_seconds = time.perf_counter() - start
         return decode(
             engine.target,

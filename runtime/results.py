@@ -35,10 +35,13 @@ class Outcome(NamedTuple):
 class Stats:
     """Counts and seconds of one request; `per_round` holds (drafted, accepted) of every round.
 
+    `reused_tokens` of the prompt were in the cache from the request before.
+
     `decode_seconds` are those of the rounds, of which `graph_seconds` passed inside the graphs; the rest is the host's.
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     tokens: int = 0
     per_round: list[tuple[int, int]] = field(default_factory=list)
     outcomes: Counter[Outcome] = field(default_factory=Counter)

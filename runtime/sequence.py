@@ -26,6 +26,9 @@ class Sequence:
         self.cache = KVCache(self.role.kv, self.role.context)
         self._chain = np.where(np.tri(self.widest, dtype=bool), 0, self.role.mask_value).astype(role.kv.dtype)
         self._in_order = np.arange(self.widest)
+        self.text: list[int] = []
+        """Tokens of the leading columns, as far as these are a text in order: not nodes of a tree, nor what follows them."""
+        self._asked: Tokens[int] = ()  # of the last step, in the order of its rows
         self._places = self._in_order  # where each row of the last step was fed
         self._fed = 0  # rows of the last step
         extra = [spec for spec in role.graphs[0].outputs if spec.name in ("hidden", "features")]
@@ -57,6 +60,7 @@ class Sequence:
 
     def truncate(self, length: int) -> None:
         self.cache.truncate(length)
+        del self.text[length:]
 
     def prefill(self, ids: Tokens[int], after_chunk: Callable[[Tokens[int]], None] | None = None) -> Logits | None:
         """Feed and commit all of `ids` in chunks; the logits row [V] of the last one, None for no ids.
@@ -77,6 +81,7 @@ class Sequence:
         if tree is None or tree.is_chain:
             return self._feed_chain(ids, first_row=0)
         self._check_room(len(ids))
+        self._asked = ids
         order = self._feeding_order(tree)
         mask = np.where(tree.visible[np.ix_(order, order)], 0, self.role.mask_value)
         self._places = np.argsort(order)
@@ -93,12 +98,23 @@ class Sequence:
         mask = np.where(sees, 0, self.role.mask_value)
         self._places = self._in_order
         logits = self._run(ids, np.asarray(positions), mask, self._in_order[: len(ids)])
-        self.commit(range(len(ids)))
+        self._commit(range(len(ids)))
         return logits
 
-    def keep(self, start: int, columns: Tokens[int]) -> None:
-        """Of the columns from `start` on keep only these, counted from there, ascending; the text ends behind them."""
+    def keep(self, start: int, columns: Tokens[int], tokens: Tokens[int]) -> None:
+        """Of the columns from `start` on keep only these, counted from there, ascending; the text ends behind them.
+
+        `tokens` are theirs.
+        """
         self.cache.compact(start, columns)
+        if len(self.text) >= start:
+            self.text[start:] = tokens
+
+    def append(self, columns: dict[str, Array], rows: Tokens[int], tokens: Tokens[int]) -> None:
+        """Commit rows of another graph's columns: a text of these `tokens`, and nodes of a tree behind it."""
+        follows = len(self.text) == self.length
+        self.cache.append(columns, rows)
+        self.text += tokens if follows else ()
 
     def _check_room(self, rows: int) -> None:
         """Refuse a step that does not fit; of one that does, note its rows."""
@@ -109,7 +125,7 @@ class Sequence:
             raise ValueError(f"a step of {rows} tokens is wider than the widest graph, {self.widest}")
 
     def _feed_chain(self, ids: Tokens[int], first_row: int) -> Logits:
-        rows = len(ids)
+        rows, self._asked = len(ids), ids
         self._check_room(rows)
         self._places = self._in_order
         positions = slice(self.length, self.length + rows)
@@ -121,6 +137,12 @@ class Sequence:
 
     def commit(self, rows: Tokens[int]) -> None:
         """Keep these rows of the last step, in order, as the next columns of the text."""
+        follows = len(self.text) == self.length
+        self._commit(rows)
+        self.text += [self._asked[row] for row in rows] if follows else ()
+
+    def _commit(self, rows: Tokens[int]) -> None:
+        """Their columns."""
         raise NotImplementedError
 
     def _timed_run(self, binding: Binding) -> None:
@@ -134,3 +156,8 @@ class Sequence:
         `mask` [T, columns + T] says what the rows see of the last columns and of each other.
         """
         raise NotImplementedError
+
+
+def common_beginning(one: Tokens[int], other: Tokens[int]) -> int:
+    """How many tokens two texts have in common before they part."""
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -244,8 +244,9 @@ def test_a_tree_fed_piece_by_piece_is_the_tree_fed_at_once(
         sees = TREE.visible[np.ix_(rows, range(1, rows[-1] + 1))]
         logits = sequence.grow([TREE.tokens[node] for node in piece], positions, sees)
         np.testing.assert_allclose(logits, [expected[row] for row in rows], atol=1e-4)
-    sequence.keep(len(TEXT), PATH)
-    assert sequence.length == len(TEXT) + len(PATH)
+    assert sequence.text == TEXT and sequence.length == len(TEXT) + 6
+    sequence.keep(len(TEXT), PATH, [TREE.tokens[node] for node in PATH])
+    assert sequence.length == len(TEXT) + len(PATH) == len(sequence.text)
     kept = [*TEXT, *(TREE.tokens[node] for node in PATH), 5]
     model = f_rand(Path(), save=False, eos_token_id=None)
     np.testing.assert_allclose(sequence.step([5])[0], hf_logits(model, kept)[-1], atol=1e-4)

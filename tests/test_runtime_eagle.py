@@ -168,8 +168,8 @@ class Compared:
         self._drafter = engine.new_drafter(self._rule())
         self.proposals: list[tuple[TreeShape, Proposal]] = []
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._drafter.begin(prompt)
+    def begin(self, prompt: Sequence[int], known: int = 0) -> int:
+        return self._drafter.begin(prompt, known)
 
     def room(self, length: int) -> int:
         return self._drafter.room(length)
