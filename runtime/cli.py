@@ -5,13 +5,14 @@ from pathlib import Path
 
 import click
 
-from specedge.errors import UsageError
+from specedge.errors import UsageError, first_line
 from specedge.runtime.cli_bench import bench_command
 from specedge.runtime.cli_devices import compile_command, devices_command
 from specedge.runtime.cli_inspect import inspect_command
 from specedge.runtime.cli_options import BUNDLE, engine_options
 from specedge.runtime.cli_plan import plan_command, tree_command
 from specedge.runtime.generate import Engine, load
+from specedge.runtime.grammar import Grammar, Kind
 from specedge.runtime.results import Result
 from specedge.runtime.rules import CHAIN_RULES, RULES
 from specedge.runtime.sample import Sampling
@@ -44,6 +45,15 @@ from specedge.tokenizer import Prompt
 )
 @click.option("--logprobs", is_flag=True, help="Log-probabilities of the tokens, in the JSON.")
 @click.option("--stop", multiple=True, help="End before this text; may be given more than once.")
+@click.option(
+    "--json-schema", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="The answer is JSON of this schema."
+)
+@click.option("--regex", help="The answer matches this regular expression as a whole.")
+@click.option(
+    "--grammar",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="The answer is of this grammar, a file in Lark's language (these three need the extra `grammar`).",
+)
 @click.option("--plain", is_flag=True, help="Do not speculate.")
 @click.option("--stats", is_flag=True, help="Print rounds, acceptance and speed afterwards.")
 @engine_options
@@ -67,6 +77,9 @@ def generate_command(
     rule: str | None,
     logprobs: bool,
     stop: tuple[str, ...],
+    json_schema: Path | None,
+    regex: str | None,
+    grammar: Path | None,
     plain: bool,
     stats: bool,
     device: str | None,
@@ -104,6 +117,7 @@ def generate_command(
     shape = read_shape(tree) if tree else None
     output = Output(json_file)
     engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes)
+    constraint = _form(engine, json_schema, regex, grammar)
     by_default = not (plain or sampling.greedy or gamma is not None or shape)
     if by_default and rule in CHAIN_RULES and engine.default_tree and not engine.default_tree.is_chain:
         click.echo(f"note: --rule {rule} judges chains only; the bundle's tree is not drafted", err=True)
@@ -117,6 +131,7 @@ def generate_command(
         tree=shape,
         rule=rule,
         log_probabilities=logprobs,
+        constraint=constraint,
     )
     for token in stream:
         output.write(token.text if engine.tokenizer else f"{token.id} ")
@@ -130,6 +145,27 @@ def generate_command(
     results = {"ids": result.ids, "text": result.text, "finish_reason": result.finish_reason, "stats": counts}
     of_providers = {"emulated": list(engine.emulated), "nodes": engine.nodes} if engine.nodes or engine.emulated else {}
     output.json(results | of_providers | ({"logprobs": result.log_probabilities} if logprobs else {}))
+
+
+def _form(engine: Engine, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
+    """The form asked for, if one is."""
+    given: list[tuple[str, str, Kind]] = []
+    if json_schema:
+        given.append(("json-schema", _text(json_schema), "json"))
+    if regex is not None:
+        given.append(("regex", regex, "regex"))
+    if grammar:
+        given.append(("grammar", _text(grammar), "grammar"))
+    if len(given) > 1:
+        raise UsageError(f"--{given[1][0]}: the answer has one form; leave out --{given[0][0]} or --{given[1][0]}")
+    return Grammar(engine, given[0][1], given[0][2]) if given else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: cannot be read ({first_line(error)})") from None
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:

@@ -15,6 +15,7 @@ from specedge.bundle import Bundle, open_bundle
 from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
+from specedge.runtime.constraint import Constraint
 from specedge.runtime.control import Adaptive, Control, Fixed
 from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDrafter
 from specedge.runtime.eagle import EagleHead
@@ -104,18 +105,19 @@ class Engine:
         tree: TreeShape | None = None,
         rule: str | None = None,
         log_probabilities: bool = False,
+        constraint: Constraint | None = None,
     ) -> "Stream":
         """Tokens as they are accepted: an iterator with the result so far; `close` ends the request.
 
         `gamma=None` lets control decide, an int drafts exactly that many whenever room allows; `tree` drafts that tree
         instead (default: the bundle's, if it has one). `rule` names how sampled drafts are judged (`rules.RULES`).
-        `log_probabilities` asks for those of the tokens.
+        `log_probabilities` asks for those of the tokens; `constraint` says which may follow (`constraint.Constraint`).
 
         Raises:
             SpecedgeError: The prompt does not fit the context, is empty or holds ids outside the vocabulary.
             UsageError: The request contradicts itself or what the bundle can do.
         """
-        options = Options(max_new_tokens, stop, gamma, speculate, tree, rule, log_probabilities)
+        options = Options(max_new_tokens, stop, gamma, speculate, tree, rule, log_probabilities, constraint)
         return Stream(Request(self, prompt, sampling or Sampling(), options))
 
     def generate(
@@ -130,10 +132,20 @@ class Engine:
         tree: TreeShape | None = None,
         rule: str | None = None,
         log_probabilities: bool = False,
+        constraint: Constraint | None = None,
     ) -> Result:
         """The whole answer; arguments and errors are those of `stream`."""
         stream = self.stream(
-            prompt, sampling, max_new_tokens, stop, gamma, speculate, tree=tree, rule=rule, log_probabilities=log_probabilities
+            prompt,
+            sampling,
+            max_new_tokens,
+            stop,
+            gamma,
+            speculate,
+            tree=tree,
+            rule=rule,
+            log_probabilities=log_probabilities,
+            constraint=constraint,
         )
         for _ in stream:
             pass

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specedge.errors import UsageError
+from specedge.runtime.constraint import Constraint
 from specedge.runtime.decode import Round, decode, prefill
 from specedge.runtime.results import FinishReason, Result, Stats, Token
 from specedge.runtime.rules import make_rule
@@ -49,6 +50,7 @@ class Options:
     tree: TreeShape | None
     rule: str | None
     log_probabilities: bool
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
@@ -65,7 +67,7 @@ class Request:
         self._prompt = engine.encode(prompt)
         room = engine.context - len(self._prompt)
         self._limit = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
-        self._sampler = Sampler(sampling, engine.bundle.manifest.allowed_ids, len(self._prompt))
+        self._sampler = Sampler(sampling, engine.bundle.manifest.allowed_ids, len(self._prompt), options.constraint)
         self._scored = options.log_probabilities
         self._rule = make_rule(options.rule, self._sampler)
         self._control = engine.new_control(self._rule, options.gamma, options.tree)

@@ -81,7 +81,7 @@ def make_rule(name: str | None, sampler: Sampler) -> Rule:
     """
     if name is not None and name not in RULES:
         raise UsageError(f"rule {name!r}: expected one of {', '.join(RULES)}")
-    by_score = InGraph(sampler) if not sampler.sampling.penalises else None  # a penalty would have to see the drafts
+    by_score = InGraph(sampler) if not sampler.looks_back else None  # what looks back would have to see the drafts
     if sampler.sampling.greedy:
         return Rule("greedy", _best(sampler), _greedy(sampler), by_score)
     drawn, best = _drawn(sampler), _best(sampler)
@@ -133,6 +133,8 @@ def _best(sampler: Sampler) -> Choose:
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
         where = _position("draft logits", history, path)
+        if not sampler.leaves(logits, history, path):
+            return Children(())
         if max(ranks) == 0:
             return Children((sampler.best(logits, history, path, where),))
         by_rank = likeliest(sampler.scores(logits, history, path), max(ranks) + 1, where)
@@ -145,6 +147,8 @@ def _drawn(sampler: Sampler) -> Choose:
     """Draws from q without replacement."""
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
+        if not sampler.leaves(logits, history, path):
+            return Children(())
         numbers = Numbers(sampler.sampling.seed, len(history) - 1)
         law = sampler.law(logits, history, path, _position("draft logits", history, path))
         left: Law | None = law
@@ -188,6 +192,8 @@ def _coupled(sampler: Sampler, noise: _Noise) -> Choose:
     """The first to arrive in the race that the target will hold too."""
 
     def choose(logits: Logits, history: Tokens[int], path: Tokens[int], first: int, ranks: Tokens[int]) -> Children:
+        if not sampler.leaves(logits, history, path):
+            return Children(())
         law = sampler.law(logits, history, path, _position("draft logits", history, path))
         return Children(accept.race(law, noise.numbers(history).noise(len(path), law.ids), len(ranks)))
 

@@ -6,23 +6,27 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.errors import UsageError
+from specedge.errors import SpecedgeError, UsageError
+from specedge.runtime.constraint import Constraint, Mask
 from specedge.runtime.law import Ids, Law
 from specedge.runtime.sample import Logits, Sampling, best, filtered, log_probability
+
+Path = tuple[int, ...]
 
 
 class Sampler:
     """Turns rows of logits into laws. A row's text is the request's history and the `path` of drafted tokens behind it.
 
     So penalties see what was emitted and a node's own ancestors, never a rejected token or a cousin, and p and q alike:
-    rows of a draft model with fewer ids go the same way. Ids from `allowed` on are padding and have no probability.
+    rows of a draft model with fewer ids go the same way. Ids from `allowed` on are padding and have no probability, nor have
+    those that the `constraint` leaves out of an answer.
 
     Raises:
         UsageError: `sampling` names an id that is not allowed, or bans all of them.
     """
 
-    def __init__(self, sampling: Sampling, allowed: int, prompt_length: int) -> None:
-        self.sampling = sampling
+    def __init__(self, sampling: Sampling, allowed: int, prompt_length: int, constraint: Constraint | None = None) -> None:
+        self.sampling, self.constraint = sampling, constraint
         self.allowed = allowed
         self._prompt_length = prompt_length
         for name, ids in (("logit_bias", sampling.logit_bias), ("banned_ids", sampling.banned_ids)):
@@ -34,10 +38,21 @@ class Sampler:
             raise UsageError(f"banned_ids: all {allowed} ids are banned, nothing could be emitted")
         self._biased = _ids(sampling.logit_bias)
         self._bias = np.array([sampling.logit_bias[int(token)] for token in self._biased], np.float32)
-        self._changes = sampling.penalises or len(self._banned) > 0 or len(self._biased) > 0
+        self._changes = sampling.penalises or len(self._banned) > 0 or len(self._biased) > 0 or constraint is not None
+        self._masks: dict[Path, Mask] = {}  # of one history
+        self._masked = -1  # its length
         self._known = 0  # so much of the history is counted below
         self._occurs = np.zeros(allowed, np.bool_) if sampling.penalises else None
         self._emitted = np.zeros(allowed, np.int64) if sampling.penalises else None
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the law of a token depends on which tokens came before, beyond what the logits know."""
+        return self.sampling.penalises or self.constraint is not None
+
+    def leaves(self, logits: Logits, history: Tokens[int], path: Tokens[int]) -> bool:
+        """Whether a constraint leaves any token that a drafter's row gives a chance to."""
+        return self.constraint is None or bool((self.scores(logits, history, path) > -np.inf).any())
 
     def may_emit(self, ids: Ids) -> bool:
         """Whether any of `ids` is allowed and not banned."""
@@ -78,7 +93,24 @@ class Sampler:
         if len(banned) == len(row):
             raise UsageError(f"banned_ids: all {len(row)} ids of one of the models are banned, it could not choose any")
         row[banned] = -np.inf
+        if self.constraint is not None:
+            mask = self._mask(history, path)[: len(row)]
+            row[: len(mask)][~mask] = -np.inf
+            row[len(mask) :] = -np.inf
         return row
+
+    def _mask(self, history: Tokens[int], path: Tokens[int]) -> Mask:
+        """What the constraint allows there; asked once for each node of a round."""
+        assert self.constraint is not None
+        if len(history) != self._masked:
+            self._masks, self._masked = {}, len(history)
+        if (key := tuple(path)) not in self._masks:
+            mask = np.asarray(self.constraint.allowed([*history[self._prompt_length :], *path]), np.bool_)
+            if not mask.any():
+                place = len(history) + len(path) - self._prompt_length
+                raise SpecedgeError(f"constraint: allows no token after {place} tokens of the answer; let it end there")
+            self._masks[key] = mask
+        return self._masks[key]
 
     def _penalise(self, row: Logits, occurs: NDArray[np.bool_], emitted: NDArray[np.int64], path: Tokens[int]) -> None:
         sampling, drafted = self.sampling, np.array(path, np.intp)

@@ -39,6 +39,7 @@ THIRD_PARTY = {  # what a folder may import beside the standard library, so that
 OWNERS = {  # packages that one or two files wrap for all others
     "onnxruntime": {"specedge/runtime/session.py", "specedge/runtime/probe.py"},
     "onnxruntime_qnn": {"specedge/runtime/session.py", "specedge/runtime/probe.py"},
+    "llguidance": {"specedge/runtime/grammar.py"},
     "coremltools": {
         "specedge/mlpackage.py",
         "specedge/export/mil.py",
