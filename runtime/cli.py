@@ -7,6 +7,7 @@ import click
 
 from specedge.errors import UsageError, first_line
 from specedge.runtime.cli_bench import bench_command
+from specedge.runtime.cli_chat import chat_command
 from specedge.runtime.cli_devices import compile_command, devices_command
 from specedge.runtime.cli_inspect import inspect_command
 from specedge.runtime.cli_options import BUNDLE, engine_options
@@ -217,6 +218,7 @@ def _prompt(text: str | None, ids: str | None, chat: bool) -> Prompt:
 
 COMMANDS = (
     generate_command,
+    chat_command,
     bench_command,
     inspect_command,
     plan_command,

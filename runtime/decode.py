@@ -17,13 +17,16 @@ from specedge.runtime.tree import ROOT, TokenTree
 class Round:
     """What one round emitted and what it took: the verified `tree`, its accepted `nodes` as far as they were emitted.
 
-    `log_probabilities` belong to `tokens`, if they were asked for.
+    `proposed` tokens came from the drafter, of which control had some verified; `judged` came out of the judgement, of which an
+    end of text cut some off. `log_probabilities` belong to `tokens`, if they were asked for.
     """
 
     tokens: tuple[int, ...]
     tree: TokenTree
     nodes: tuple[int, ...]
     log_probabilities: tuple[float, ...]
+    proposed: int
+    judged: int
     draft_seconds: float
     verify_seconds: float
     seconds: float
@@ -79,6 +82,7 @@ def decode(
         history += tokens
         nodes = accepted.nodes[: len(tokens)]
         done = time.perf_counter()
-        yield Round(tuple(tokens), tree, nodes, tuple(scores), drafted - start, verified - drafted, done - start)
+        counts = len(guess.tokens), len(path)
+        yield Round(tuple(tokens), tree, nodes, tuple(scores), *counts, drafted - start, verified - drafted, done - start)
         if tokens[-1] in stop_ids:
             return

@@ -1,5 +1,6 @@
 """One request to an engine: its stream of tokens and its result."""
 
+import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from specedge.tokenizer import Prompt
 
 if TYPE_CHECKING:
     from specedge.runtime.generate import Engine
+
+_log = logging.getLogger(__name__)
+_VAIN = 128  # drafts in a row without one accepted, after which a request says so
 
 
 class Stream(Iterator[Token]):
@@ -83,6 +87,7 @@ class Request:
         self._stats = Stats(prompt_tokens=len(self._prompt))  # of rounds whose tokens all came out
         self._begun: Round | None = None  # the one whose tokens are coming out, or were when the stream was closed
         self._written: list[str] = []
+        self._vain = 0  # drafts rejected since the last that was accepted
         self._stopped = False
         self._finish_reason: FinishReason = "length"
 
@@ -109,13 +114,22 @@ class Request:
                     self._log_probabilities += [] if score is None else [score]
                     if self._stopped and place + 1 == len(burst):
                         self._finish_reason = "stop"
-                    yield Token(token, text, index, score)
+                    yield Token(token, text, index, score, place < len(round_.nodes))
                 self._stats.add(round_, len(burst))
                 self._begun = None
+                self._look_after(round_)
                 if self._stopped:
                     return
         finally:
             self._engine.release()
+
+    def _look_after(self, round_: Round) -> None:
+        """Say once that drafts are for nothing: a drafter of another model, or one that was damaged, looks like that."""
+        drafted = len(round_.tree.tokens)
+        self._vain = 0 if round_.nodes else self._vain + drafted
+        if drafted and not round_.nodes and self._vain >= _VAIN > self._vain - drafted:
+            name = self._engine.drafter_name
+            _log.warning("%s: %d drafts in a row were rejected; is it a drafter for this model?", name, self._vain)
 
     def _rounds(self) -> Iterator[Round]:
         engine = self._engine

@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One emitted token and the text it released; `round` counts from 0.
+    """One emitted token and the text it released; `round` counts from 0, `drafted` says that it was proposed and accepted.
 
     `log_probability`, if it was asked for, is the model's own: before penalties, temperature and filters, in nats.
     """
@@ -21,6 +21,7 @@ class Token:
     text: str
     round: int
     log_probability: float | None = None
+    drafted: bool = False
 
 
 class Outcome(NamedTuple):
@@ -35,7 +36,8 @@ class Outcome(NamedTuple):
 class Stats:
     """Counts and seconds of one request; `per_round` holds (drafted, accepted) of every round.
 
-    `reused_tokens` of the prompt were in the cache from the request before.
+    `reused_tokens` of the prompt were in the cache from the request before. Of those `proposed` by the drafter, control had
+    the drafted ones verified; `discarded` ones came out of a judgement, and nobody saw them: the text had ended.
 
     `decode_seconds` are those of the rounds, of which `graph_seconds` passed inside the graphs; the rest is the host's.
     """
@@ -43,6 +45,8 @@ class Stats:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     tokens: int = 0
+    proposed: int = 0
+    discarded: int = 0
     per_round: list[tuple[int, int]] = field(default_factory=list)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
@@ -58,6 +62,8 @@ class Stats:
         """Count a round of which the first `emitted` tokens came out."""
         nodes = round_.nodes[:emitted]
         self.tokens += emitted
+        self.proposed += round_.proposed
+        self.discarded += round_.judged - emitted
         self.per_round.append((len(round_.tree.parents), len(nodes)))
         self.outcomes[Outcome(round_.tree.parents, nodes, emitted)] += 1
         self.draft_seconds += round_.draft_seconds
@@ -120,8 +126,11 @@ class Stats:
     def as_dict(self) -> dict[str, object]:
         names = (
             "prompt_tokens",
+            "reused_tokens",
             "tokens",
+            "discarded",
             "rounds",
+            "proposed",
             "drafted",
             "accepted",
             "tokens_per_round",

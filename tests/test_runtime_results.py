@@ -18,7 +18,7 @@ def round_of(parents: Sequence[int], nodes: Sequence[int], seconds: float = 0.0)
     """A round that drafted this tree and accepted these nodes."""
     tree = TokenTree(tuple(range(len(parents))), tuple(parents))
     tokens = (*(tree.tokens[node] for node in nodes), 99)
-    return Round(tokens, tree, tuple(nodes), (), seconds, 2 * seconds, 4 * seconds)
+    return Round(tokens, tree, tuple(nodes), (), len(parents) + 2, len(tokens) + 1, seconds, 2 * seconds, 4 * seconds)
 
 
 def stats_of(*rounds: tuple[Sequence[int], Sequence[int]]) -> Stats:
@@ -34,7 +34,8 @@ CHAIN = (-1, 0, 1)
 def test_counts_and_seconds_add_up() -> None:
     stats = stats_of((CHAIN, (0, 1)), (CHAIN, ()), ((), ()), (TREE, (0, 3)))
     assert stats.per_round == [(3, 2), (3, 0), (0, 0), (6, 2)]
-    assert (stats.rounds, stats.drafted, stats.accepted, stats.tokens) == (4, 12, 4, 8)
+    assert (stats.rounds, stats.proposed, stats.drafted, stats.accepted) == (4, 20, 12, 4)
+    assert (stats.tokens, stats.discarded) == (8, 4)
     assert stats.tokens_per_round == 2.0
     timed = Stats()
     for _ in range(2):
