@@ -12,6 +12,7 @@ from specedge.runtime.cli_devices import compile_command, devices_command
 from specedge.runtime.cli_inspect import inspect_command
 from specedge.runtime.cli_options import BUNDLE, engine_options
 from specedge.runtime.cli_plan import plan_command, tree_command
+from specedge.runtime.cli_profile import profile_command
 from specedge.runtime.generate import Engine, load
 from specedge.runtime.grammar import Grammar, Kind
 from specedge.runtime.results import Result
@@ -220,6 +221,7 @@ COMMANDS = (
     generate_command,
     chat_command,
     bench_command,
+    profile_command,
     inspect_command,
     plan_command,
     tree_command,

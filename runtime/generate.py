@@ -24,6 +24,7 @@ from specedge.runtime.heads import MedusaHeads
 from specedge.runtime.law import Ids
 from specedge.runtime.model import Model
 from specedge.runtime.probe import find_provider
+from specedge.runtime.profile import read_profile
 from specedge.runtime.request import Options, Request, Stream
 from specedge.runtime.results import Result
 from specedge.runtime.rules import Rule
@@ -67,12 +68,19 @@ class Engine:
         self._draft = models[1].sequence() if models[1:] else None
         self._unrolling = models[1].unrolling(self._draft) if self._draft else None
         self._busy = threading.Lock()
+        self.profile = read_profile(bundle, self.rows, self.drafter_name)
+        """What was measured here (`profile.measure`); control rests on it instead of the device rows."""
 
     @property
     def graph_seconds(self) -> float:
         """Time spent inside the graphs of target and drafter so far."""
         drafting = sum(drafter.graph_seconds for drafter in (self._draft, self._heads, self.eagle) if drafter)
         return self.target.graph_seconds + drafting + (self._unrolling.seconds if self._unrolling else 0.0)
+
+    @property
+    def rows(self) -> dict[str, Device]:
+        """The rows of target and drafter."""
+        return {"target": self.device, "draft": self.draft_device}
 
     @cached_property
     def emulated(self) -> tuple[str, ...]:
@@ -267,10 +275,13 @@ class Engine:
     def _step_cost(self, width: int) -> float:
         """Time of a step over one of width 1; static graphs are padded to the next width there is."""
         widths = [graph.width for graph in self.target.role.graphs if graph.width is not None and graph.width >= width]
-        return self.device.cost(min(widths, default=width))
+        cost = self.profile.step_cost if self.profile else self.device.cost
+        return cost(min(widths, default=width))
 
     def _draft_cost(self, gamma: int) -> float:
-        """Time of drafting a chain over a step of width 1, as far as the bytes tell that both read."""
+        """Time of drafting a chain over a step of width 1: as measured, or as far as the bytes tell that both read."""
+        if self.profile and not self._drafts("lookup"):
+            return self.profile.draft_cost(gamma)
         target = self.target.role.stored_bytes
         if self._heads is not None:
             return self._heads.head.stored_bytes / target

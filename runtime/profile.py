@@ -1,0 +1,247 @@
+"""What decoding costs on this machine, measured: whether speculation pays, and with which gamma."""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specedge.bundle import MANIFEST, Bundle, build_record, sha256
+from specedge.cachedir import cache_dir, write_whole
+from specedge.devices.device import Device
+from specedge.errors import SpecedgeError, UsageError
+from specedge.progress import Progress, silent
+from specedge.runtime.plan import break_even
+from specedge.runtime.prepared import cpu
+from specedge.runtime.results import Stats
+from specedge.runtime.sample import Sampling
+from specedge.runtime.session import VERSION
+
+if TYPE_CHECKING:
+    from specedge.runtime.generate import Engine
+
+_FORMAT = 1
+_PAST = 128  # tokens before the steps that are timed
+_STEPS, _BLOCKS = 6, 5  # of every width, in turn; the median of all
+_GAMMAS = (1, 2, 4, 8)
+_MARGIN = 1.05  # speculation must promise this much, as `control` asks
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Rounds of one gamma: tokens each emitted, share of them that drafted anything, milliseconds of drafting and of the rest.
+
+    The rest, `h_ms`, is what a round takes beside drafting and the step as it is timed by itself: the host's work, and that
+    steps are slower with that in between. `speedup` is that over plain decoding of the same prompts in the same run, the
+    median over prompts.
+    """
+
+    tokens_per_round: float
+    drafting: float
+    d_ms: float
+    h_ms: float
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Milliseconds of a target's step by width `t_ms`, of the rest of a plain round `h_ms`, and what drafting does by gamma.
+
+    `acceptance` is, of the longest chain, the share of drafting rounds that accepted each position.
+    """
+
+    format: int
+    drafter: str
+    t_ms: dict[str, float]
+    h_ms: float
+    acceptance: tuple[float, ...]
+    drafts: dict[str, Drafting]
+
+    def step_ms(self, width: int) -> float:
+        """Of a step of `width` tokens: linear between the widths timed."""
+        widths = sorted(map(int, self.t_ms))
+        return float(np.interp(width, widths, [self.t_ms[str(one)] for one in widths]))
+
+    def step_cost(self, width: int) -> float:
+        """A round of a step of so many tokens, drafting left out, over a plain round."""
+        rest = self.h_ms if width == 1 else self._by_gamma(width - 1, "h_ms")
+        return (self.step_ms(width) + rest) / self.plain_ms
+
+    def draft_cost(self, gamma: int) -> float:
+        """Drafting a chain of `gamma`, over a plain round."""
+        return self._by_gamma(gamma, "d_ms") / self.plain_ms
+
+    def predicted(self, gamma: int) -> float:
+        """S = E / (d + v + h), with E of the longest chain's acceptance (docs/contract.md)."""
+        drafting = self._by_gamma(gamma, "drafting")
+        expected = 1 + drafting * sum(self.acceptance[:gamma])
+        step = drafting * self.step_ms(gamma + 1) + (1 - drafting) * self.step_ms(1)
+        return expected * self.plain_ms / (self._by_gamma(gamma, "d_ms") + step + self._by_gamma(gamma, "h_ms"))
+
+    @property
+    def plain_ms(self) -> float:
+        """Of a plain round."""
+        return self.t_ms["1"] + self.h_ms
+
+    @property
+    def gammas(self) -> list[int]:
+        return sorted(map(int, self.drafts))
+
+    @property
+    def best_gamma(self) -> int:
+        """The gamma of the best prediction, 0 where none promises enough."""
+        best = max(self.gammas, key=self.predicted, default=0)
+        return best if best and self.predicted(best) >= _MARGIN else 0
+
+    def as_dict(self) -> dict[str, object]:
+        """The keys of the JSON contract (docs/contract.md)."""
+        best = self.best_gamma
+        shown = best or max(self.gammas, key=self.predicted, default=0)
+        plain = self.plain_ms
+        even = break_even(shown, self.draft_cost(shown) / shown, self.step_cost(shown + 1)) if shown else None
+        return {
+            "drafter": self.drafter,
+            "t_ms": self.t_ms,
+            "d": {gamma: drafted.d_ms / plain for gamma, drafted in self.drafts.items()},
+            "h": {"0": self.h_ms / plain} | {gamma: drafted.h_ms / plain for gamma, drafted in self.drafts.items()},
+            "acceptance": list(self.acceptance),
+            "tokens_per_round": {gamma: drafted.tokens_per_round for gamma, drafted in self.drafts.items()},
+            "break_even": even,
+            "predicted_speedup": {str(gamma): self.predicted(gamma) for gamma in self.gammas},
+            "measured_speedup": {gamma: drafted.speedup for gamma, drafted in self.drafts.items()},
+            "advice": {"speculate": best > 0, "gamma": best},
+        }
+
+    def _by_gamma(self, gamma: int, name: str) -> float:
+        """Linear between the gammas measured."""
+        values = [getattr(self.drafts[str(one)], name) for one in self.gammas]
+        return float(np.interp(gamma, self.gammas, values)) if values else 0.0
+
+
+def measure(
+    engine: "Engine", prompts: Sequence[Sequence[int]], tokens: int = 48, repeats: int = 2, progress: Progress = silent
+) -> Profile:
+    """Time steps of every width in turn, then greedy answers to the prompts, plain and at every gamma in turn.
+
+    Raises:
+        UsageError: A device is emulated.
+    """
+    if engine.emulated:
+        raise UsageError(f"device {engine.emulated[0]!r}: is emulated here, and an emulator's time says nothing; time it there")
+    gammas = gammas_of(engine)
+    total = len(prompts) * repeats
+    progress("profile: steps", 0, 1)
+    t_ms = _time_steps(engine, sorted({1, *(gamma + 1 for gamma in gammas)}))
+    progress("profile: steps", 1, 1)
+    stats: dict[int, list[Stats]] = {gamma: [] for gamma in (0, *gammas)}
+    progress("profile: prompts", 0, total)
+    for done in range(total):
+        prompt, turn = list(prompts[done % len(prompts)]), done // len(prompts)
+        order = [0, *gammas] if turn % 2 == 0 else [*reversed(gammas), 0]
+        for gamma in order:
+            asked = {"speculate": False} if gamma == 0 else {"gamma": gamma}
+            stats[gamma].append(engine.generate(prompt, Sampling(), tokens, **asked).stats)
+        progress("profile: prompts", done + 1, total)
+    plain = stats[0]
+    longest = _total(stats[gammas[-1]]) if gammas else Stats()
+    return Profile(
+        _FORMAT,
+        engine.drafter_name,
+        {str(width): ms for width, ms in t_ms.items()},
+        _rest_ms(_total(plain), t_ms[1]),
+        tuple(longest.accepted_by_position),
+        {str(gamma): _drafting(stats[gamma], plain, t_ms[1], t_ms[gamma + 1]) for gamma in gammas},
+    )
+
+
+def gammas_of(engine: "Engine") -> list[int]:
+    """The chains that are profiled: as long as the exported widths verify, or as usual where one graph serves every width."""
+    widths = [graph.width for graph in engine.target.role.graphs]
+    exported = [width - 1 for width in engine.bundle.manifest.widths if width > 1]
+    asked = {*exported, *_GAMMAS} if None in widths else set(exported)
+    return sorted(gamma for gamma in asked if gamma <= engine.deepest)
+
+
+def _time_steps(engine: "Engine", widths: Sequence[int]) -> dict[int, float]:
+    """Milliseconds by width, medians of blocks in turn."""
+    target = engine.target
+    past = min(_PAST, engine.context - max(widths))
+    ids = [index % engine.bundle.manifest.allowed_ids for index in range(past + max(widths))]
+    target.truncate(0)
+    target.prefill(ids[:past])
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    for _ in range(_BLOCKS):
+        for width in widths:
+            target.step(ids[past : past + width])  # the first after another width is not like the others
+            for _ in range(_STEPS):
+                start = time.perf_counter()
+                target.step(ids[past : past + width])
+                times[width].append(1e3 * (time.perf_counter() - start))
+    target.truncate(0)
+    return {width: median(found) for width, found in times.items()}
+
+
+def _drafting(stats: Sequence[Stats], plain: Sequence[Stats], narrow_ms: float, wide_ms: float) -> Drafting:
+    total = _total(stats)
+    drafting = sum(drafted > 0 for drafted, _ in total.per_round) / max(total.rounds, 1)
+    speedups = [
+        one.tokens_per_second / other.tokens_per_second
+        for one, other in zip(stats, plain, strict=True)
+        if one.tokens and other.tokens
+    ]
+    return Drafting(
+        tokens_per_round=total.tokens_per_round,
+        drafting=drafting,
+        d_ms=1e3 * total.draft_seconds / max(total.rounds, 1),
+        h_ms=_rest_ms(total, drafting * wide_ms + (1 - drafting) * narrow_ms),
+        speedup=median(speedups) if speedups else float("nan"),
+    )
+
+
+def _rest_ms(total: Stats, step_ms: float) -> float:
+    """What a round takes beside drafting and its step."""
+    return 1e3 * (total.decode_seconds - total.draft_seconds) / max(total.rounds, 1) - step_ms
+
+
+def _total(stats: Sequence[Stats]) -> Stats:
+    total = Stats()
+    for one in stats:
+        total.tokens += one.tokens
+        total.per_round += one.per_round
+        total.outcomes += one.outcomes
+        total.draft_seconds += one.draft_seconds
+        total.verify_seconds += one.verify_seconds
+        total.decode_seconds += one.decode_seconds
+    return total
+
+
+# ---- kept in the user's cache
+
+
+def write_profile(profile: Profile, bundle: Bundle, rows: Mapping[str, Device]) -> Path:
+    """Keep a profile for the engines of this machine that open this bundle on these rows."""
+    path = _place(bundle, rows, profile.drafter)
+    write_whole(path, json.dumps(asdict(profile), indent=1).encode())
+    return path
+
+
+def read_profile(bundle: Bundle, rows: Mapping[str, Device], drafter: str) -> Profile | None:
+    """What was measured here for this bundle on these rows; None if nothing was, or it cannot be read."""
+    try:
+        path = _place(bundle, rows, drafter)
+        found: Profile = build_record(Profile, json.loads(path.read_text(encoding="utf-8")), str(path))
+        return found if found.format == _FORMAT and found.t_ms.get("1", 0) > 0 else None
+    except (OSError, ValueError, RecursionError, SpecedgeError):
+        return None
+
+
+def _place(bundle: Bundle, rows: Mapping[str, Device], drafter: str) -> Path:
+    """The name is a hash of all that the costs depend on."""
+    names = [f"{role}={row.name}" for role, row in sorted(rows.items())]
+    parts = (str(_FORMAT), sha256(bundle.path / MANIFEST), *names, drafter, cpu(), VERSION)
+    return cache_dir().absolute() / "profiles" / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"
