@@ -292,6 +292,12 @@ class Engine:
         step_bytes = self.eagle.step_bytes if self.eagle else self._draft.role.stored_bytes if self._draft else 0
         return steps * step_bytes / target
 
+    def forget(self) -> None:
+        """Empty the caches: after an error nobody knows what they hold, and a NaN reaches what was read beside it."""
+        for cache in (self.target, self._draft, self.eagle):
+            if cache is not None:
+                cache.truncate(0)
+
     def acquire(self) -> None:
         if not self._busy.acquire(blocking=False):
             raise SpecedgeError("engine: busy with another request; finish or close its stream, or load a second engine")

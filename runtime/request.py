@@ -120,6 +120,11 @@ class Request:
                 self._look_after(round_)
                 if self._stopped:
                     return
+        except GeneratorExit:  # closed: what the caches hold is a text
+            raise
+        except BaseException:
+            self._engine.forget()
+            raise
         finally:
             self._engine.release()
 

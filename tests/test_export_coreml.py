@@ -128,8 +128,13 @@ def test_a_large_head_lies_in_pieces(
         make(longer, tmp_path / "long", device=row.name, widths=(1, 4), context=190, **CHANNEL)
 
 
-@pytest.mark.parametrize("shape", [{}, {"hidden_size": 40, "intermediate_size": 101, "head_dim": 10}], ids=["whole", "ragged"])
-@pytest.mark.parametrize("name", FORMS)
+RAGGED: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 101, "head_dim": 10}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, {}) for name in FORMS), *((name, RAGGED) for name in ("ane int4", "ane uneven", "gpu int4", "gpu fine"))],
+)
 def test_the_evaluator_computes_what_is_stored(models: Models, name: str, shape: dict[str, Any], tmp_path: Path) -> None:
     """Rows that end within a block, and of an odd number of weights, too (B17)."""
     (source, model), (device, form) = models(**shape), FORMS[name]

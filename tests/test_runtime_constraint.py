@@ -18,7 +18,7 @@ from specedge.runtime.constraint import Mask
 from test_runtime_reuse import NAMES, Pairs
 
 TREE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
-PROMPTS = ([3, 4, 5], [7, 1, 9, 7, 1], [2])
+PROMPTS = ([3, 4, 5], [7, 1, 9, 7, 1])
 
 
 class Hopping:
@@ -44,8 +44,9 @@ def ways(name: str) -> list[dict[str, Any]]:
     return drafted if name == "lookup" else [*drafted, {"tree": TREE}]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu-static"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "device"), [*((name, "cpu-static") for name in NAMES), ("draft", "cpu"), ("some3", "cpu"), ("lookup", "cpu")]
+)
 def test_constrained_text_is_the_plain_constrained_text(pairs: Pairs, name: str, device: str) -> None:
     engine = pairs(name, device)[0]
     constraint = Hopping(engine.bundle.manifest.allowed_ids)

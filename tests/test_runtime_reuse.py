@@ -123,6 +123,7 @@ def test_an_error_in_the_middle_leaves_nothing_behind(pairs: Pairs, name: str, m
             patch.setattr(sequence, step, count)
             with pytest.raises(SpecedgeError, match="on purpose"):
                 lasting.generate([*text, *first.ids, 9], max_new_tokens=12, gamma=3)
+        assert lasting.target.text == []
         same(lasting, fresh, [*text, *first.ids, 9, 7], gamma=3)
         same(lasting, fresh, [*text, *first.ids], gamma=3)
 
