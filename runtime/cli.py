@@ -117,9 +117,10 @@ def generate_command(
         click.echo("note: --rule judges sampled drafts; without --temperature decoding is greedy", err=True)
     request = _prompt(prompt, ids, chat)
     shape = read_shape(tree) if tree else None
+    form = _form(json_schema, regex, grammar)
     output = Output(json_file)
     engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes)
-    constraint = _form(engine, json_schema, regex, grammar)
+    constraint = Grammar(engine, *form) if form else None
     by_default = not (plain or sampling.greedy or gamma is not None or shape)
     if by_default and rule in CHAIN_RULES and engine.default_tree and not engine.default_tree.is_chain:
         click.echo(f"note: --rule {rule} judges chains only; the bundle's tree is not drafted", err=True)
@@ -149,8 +150,8 @@ def generate_command(
     output.json(results | of_providers | ({"logprobs": result.log_probabilities} if logprobs else {}))
 
 
-def _form(engine: Engine, json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
-    """The form asked for, if one is."""
+def _form(json_schema: Path | None, regex: str | None, grammar: Path | None) -> tuple[str, Kind] | None:
+    """The form asked for, if one is, and its kind."""
     given: list[tuple[str, str, Kind]] = []
     if json_schema:
         given.append(("json-schema", _text(json_schema), "json"))
@@ -160,7 +161,7 @@ def _form(engine: Engine, json_schema: Path | None, regex: str | None, grammar: 
         given.append(("grammar", _text(grammar), "grammar"))
     if len(given) > 1:
         raise UsageError(f"--{given[1][0]}: the answer has one form; leave out --{given[0][0]} or --{given[1][0]}")
-    return Grammar(engine, given[0][1], given[0][2]) if given else None
+    return given[0][1:] if given else None
 
 
 def _text(file: Path) -> str:

@@ -1,9 +1,11 @@
 """The command that talks: chat."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import click
 import rich.console
@@ -72,7 +74,9 @@ def chat_command(
         messages.append({"role": "user", "content": line})
         try:
             stream = engine.stream(messages, sampling, max_new_tokens, (), gamma, not plain, tree=shape)
-        except SpecedgeError as error:  # the talk has outgrown the context
+        except UsageError:  # of every message
+            raise
+        except SpecedgeError as error:  # the talk has outgrown the context, or this message cannot be read
             screen.say(f"{error}; /reset begins anew")
             messages.pop()
             continue
@@ -94,45 +98,77 @@ def _lines() -> Iterator[str]:
 
 
 class _Screen:
-    """Shows answers as they come: on a terminal with accepted drafts in colour and the speed below, elsewhere their text."""
+    """Shows answers as they come: on a terminal with accepted drafts in colour and the speed below, elsewhere their text.
+
+    Ctrl-C ends an answer between two tokens, so that what was read stays read; a second one ends it at once.
+    """
 
     def __init__(self, color: bool | None) -> None:
         self._console = rich.console.Console(
-            highlight=False, markup=False, emoji=False, no_color=color is False, force_terminal=color or None
+            highlight=False,
+            markup=False,
+            emoji=False,
+            no_color=None if color is None else not color,
+            force_terminal=color or None,
         )
+        self._live = sys.stdout.isatty()
+        self._stopped = False
 
     def say(self, text: str) -> None:
-        self._console.print(text, style="dim")
+        """What is not the answer's: below it on a terminal, beside it elsewhere."""
+        if self._live:
+            self._console.print(text, style="dim")
+        else:
+            click.echo(text, err=True)
 
     def show(self, stream: Stream, engine: Engine) -> str:
-        """An answer, to its end or until it is interrupted; its text."""
+        """An answer, to its end or until it is stopped; its text."""
+        self._stopped = False
+        before = signal.signal(signal.SIGINT, self._stop)
         try:
-            if self._console.is_terminal:
-                self._live(stream, engine)
+            if self._live:
+                self._show_live(stream, engine)
             else:
-                for token in stream:
-                    click.echo(token.text, nl=False)
+                coloured = self._console.is_terminal  # as asked for
+                for token in self._tokens(stream):
+                    text = click.style(token.text, _DRAFTED) if coloured and token.drafted else token.text
+                    click.echo(text, nl=False, color=coloured)
+                click.echo()
         except KeyboardInterrupt:
             stream.close()
+        finally:
+            signal.signal(signal.SIGINT, before)
         result = stream.result()
-        if not self._console.is_terminal:
-            click.echo()
         self.say(_speed(result.stats, engine))
         return result.text
 
-    def _live(self, stream: Stream, engine: Engine) -> None:
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._stopped:
+            raise KeyboardInterrupt
+        self._stopped = True
+
+    def _tokens(self, stream: Stream) -> Iterator[Token]:
+        for token in stream:
+            yield token
+            if self._stopped:
+                stream.close()
+                return
+
+    def _show_live(self, stream: Stream, engine: Engine) -> None:
         """Whole lines are printed for good; the one in the making stands above the speed so far."""
         line = rich.text.Text()
-        with rich.live.Live(console=self._console, refresh_per_second=12, transient=True) as live:
-            for token in stream:
-                *whole, rest = _styled(token).split("\n", include_separator=False, allow_blank=True)
-                for part in whole:
-                    live.console.print(line.append_text(part), soft_wrap=True)
-                    line = rich.text.Text()
-                line.append_text(rest)
-                speed = rich.text.Text(_speed(stream.result().stats, engine), "dim")
-                live.update(rich.console.Group(line, speed))
-        self._console.print(line, soft_wrap=True)
+        try:
+            with rich.live.Live(console=self._console, refresh_per_second=12, transient=True) as live:
+                for token in self._tokens(stream):
+                    *whole, rest = _styled(token).split("\n", allow_blank=True)
+                    for part in whole:
+                        live.console.print(line.append_text(part), soft_wrap=True)
+                        line = rich.text.Text()
+                    line.append_text(rest)
+                    speed = rich.text.Text(_speed(stream.result().stats, engine), "dim")
+                    live.update(rich.console.Group(line, speed))
+        finally:
+            self._console.print(line, soft_wrap=True)
 
 
 def _styled(token: Token) -> rich.text.Text:

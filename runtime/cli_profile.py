@@ -8,7 +8,8 @@ import rich.table
 from specedge.runtime.cli_bench import prompt_sets
 from specedge.runtime.cli_options import BUNDLE
 from specedge.runtime.generate import load
-from specedge.runtime.profile import Profile, measure, write_profile
+from specedge.runtime.kept_profile import write_profile
+from specedge.runtime.profile import Profile, measure
 from specedge.runtime.terminal import Command, Output, json_option
 
 
@@ -23,6 +24,7 @@ from specedge.runtime.terminal import Command, Output, json_option
 @click.option("--draft-device", help="Row that runs the drafter (default: the bundle's, or the target's).")
 @click.option("--drafter", help="Which of the bundle's drafters (default: its first).")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU provider (default: its choice).")
+@click.option("--allow-cpu-nodes", is_flag=True, help="Let a provider leave nodes to the CPU.")
 @json_option
 def profile_command(
     bundle: Path,
@@ -33,17 +35,21 @@ def profile_command(
     draft_device: str | None,
     drafter: str | None,
     threads: int | None,
+    allow_cpu_nodes: bool,
     json_file: str | None,
 ) -> None:
     """Measure what decoding a BUNDLE costs here, and whether to speculate; engines use what is found from now on."""
     output = Output(json_file)
-    engine = load(bundle, device, draft_device, drafter, threads, reuse=False)
+    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes, reuse=False)
     prompts = [prompt for prompts in prompt_sets(engine, prompts_file).values() for prompt in prompts]
     with output.progress() as progress:
         profile = measure(engine, prompts, max_new_tokens, repeats, progress)
     _show(output, profile)
-    output.console.print(f"kept for the engines of this machine: {write_profile(profile, engine.bundle, engine.rows)}")
+    if engine.default_tree:
+        output.console.print("the bundle has a tree, which is drafted unless a request names a gamma")
     output.json(profile.as_dict())
+    kept = write_profile(profile, engine.bundle, engine.rows, threads)
+    output.console.print(f"kept for the engines of this machine: {kept}")
 
 
 def _show(output: Output, profile: Profile) -> None:

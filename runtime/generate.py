@@ -21,10 +21,10 @@ from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDraf
 from specedge.runtime.eagle import EagleHead
 from specedge.runtime.head_drafters import EagleDrafter, MedusaDrafter
 from specedge.runtime.heads import MedusaHeads
+from specedge.runtime.kept_profile import read_profile
 from specedge.runtime.law import Ids
 from specedge.runtime.model import Model
 from specedge.runtime.probe import find_provider
-from specedge.runtime.profile import read_profile
 from specedge.runtime.request import Options, Request, Stream
 from specedge.runtime.results import Result
 from specedge.runtime.rules import Rule
@@ -48,6 +48,7 @@ class Engine:
         threads: int | None,
         prepare: bool | None = None,
         reuse: bool = True,
+        profile: bool = True,
     ) -> None:
         manifest = bundle.manifest
         self.bundle, self.reuse = bundle, reuse
@@ -68,7 +69,7 @@ class Engine:
         self._draft = models[1].sequence() if models[1:] else None
         self._unrolling = models[1].unrolling(self._draft) if self._draft else None
         self._busy = threading.Lock()
-        self.profile = read_profile(bundle, self.rows, self.drafter_name)
+        self.profile = read_profile(bundle, self.rows, self.drafter_name, threads) if profile else None
         """What was measured here (`profile.measure`); control rests on it instead of the device rows."""
 
     @property
@@ -315,6 +316,7 @@ def load(
     prepare: bool | None = None,
     allow_cpu_nodes: bool = False,
     reuse: bool = True,
+    profile: bool = True,
 ) -> Engine:
     """Open a bundle on a device and its drafter on another; the default are those it was made for.
 
@@ -323,7 +325,8 @@ def load(
     `prepare=False` leaves the user's cache alone; by default the first load keeps there what later ones map
     (`runtime.prepared`), if the weights are worth it. A node that a device's provider leaves to the CPU is an error, unless
     `allow_cpu_nodes`. With `reuse` a request reads only what its prompt has behind the beginning that it shares with the text
-    of the one before, answer included: the next turn of a conversation.
+    of the one before, answer included: the next turn of a conversation. With `profile` adaptive requests rest on what was
+    measured here, if anything was; without, on the device rows alone, which are the same everywhere.
 
     Raises:
         SpecedgeError: The bundle is damaged, or the device cannot run it.
@@ -332,7 +335,7 @@ def load(
     row, draft_row = rows_of(bundle, device, draft_device)
     if allow_cpu_nodes:
         row, draft_row = (replace(one, whole=False) for one in (row, draft_row))
-    return Engine(bundle, row, draft_row, drafter, threads, prepare, reuse)
+    return Engine(bundle, row, draft_row, drafter, threads, prepare, reuse, profile)
 
 
 def rows_of(bundle: Bundle, device: str | None, draft_device: str | None) -> tuple[Device, Device]:

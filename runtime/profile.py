@@ -1,31 +1,23 @@
 """What decoding costs on this machine, measured: whether speculation pays, and with which gamma."""
 
-import hashlib
-import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specedge.bundle import MANIFEST, Bundle, build_record, sha256
-from specedge.cachedir import cache_dir, write_whole
-from specedge.devices.device import Device
-from specedge.errors import SpecedgeError, UsageError
+from specedge.errors import UsageError
 from specedge.progress import Progress, silent
 from specedge.runtime.plan import break_even
-from specedge.runtime.prepared import cpu
 from specedge.runtime.results import Stats
 from specedge.runtime.sample import Sampling
-from specedge.runtime.session import VERSION
 
 if TYPE_CHECKING:
     from specedge.runtime.generate import Engine
 
-_FORMAT = 1
+FORMAT = 1
 _PAST = 128  # tokens before the steps that are timed
 _STEPS, _BLOCKS = 6, 5  # of every width, in turn; the median of all
 _GAMMAS = (1, 2, 4, 8)
@@ -61,6 +53,11 @@ class Profile:
     h_ms: float
     acceptance: tuple[float, ...]
     drafts: dict[str, Drafting]
+
+    def __post_init__(self) -> None:
+        numbers = [int(key) for key in (*self.t_ms, *self.drafts)]  # a ValueError if one is none
+        if self.format != FORMAT or not self.drafts or min(numbers) < 1 or "1" not in self.t_ms or not self.plain_ms > 0:
+            raise ValueError(f"not a profile of format {FORMAT}: steps {self.t_ms}, drafts {list(self.drafts)}")
 
     def step_ms(self, width: int) -> float:
         """Of a step of `width` tokens: linear between the widths timed."""
@@ -129,28 +126,31 @@ def measure(
     """Time steps of every width in turn, then greedy answers to the prompts, plain and at every gamma in turn.
 
     Raises:
-        UsageError: A device is emulated.
+        UsageError: A device is emulated, or nothing can be drafted.
     """
     if engine.emulated:
         raise UsageError(f"device {engine.emulated[0]!r}: is emulated here, and an emulator's time says nothing; time it there")
     gammas = gammas_of(engine)
+    if not gammas or not prompts:
+        raise UsageError(f"profile: {engine.bundle.path} verifies no drafts, or there are no prompts; nothing to compare")
     total = len(prompts) * repeats
     progress("profile: steps", 0, 1)
     t_ms = _time_steps(engine, sorted({1, *(gamma + 1 for gamma in gammas)}))
     progress("profile: steps", 1, 1)
     stats: dict[int, list[Stats]] = {gamma: [] for gamma in (0, *gammas)}
+    for gamma in stats:  # what is opened when it is first needed is opened now
+        engine.generate(list(prompts[0]), Sampling(), 8, **_asked(gamma))
     progress("profile: prompts", 0, total)
     for done in range(total):
         prompt, turn = list(prompts[done % len(prompts)]), done // len(prompts)
         order = [0, *gammas] if turn % 2 == 0 else [*reversed(gammas), 0]
         for gamma in order:
-            asked = {"speculate": False} if gamma == 0 else {"gamma": gamma}
-            stats[gamma].append(engine.generate(prompt, Sampling(), tokens, **asked).stats)
+            stats[gamma].append(engine.generate(prompt, Sampling(), tokens, **_asked(gamma)).stats)
         progress("profile: prompts", done + 1, total)
     plain = stats[0]
-    longest = _total(stats[gammas[-1]]) if gammas else Stats()
+    longest = _total(stats[gammas[-1]])
     return Profile(
-        _FORMAT,
+        FORMAT,
         engine.drafter_name,
         {str(width): ms for width, ms in t_ms.items()},
         _rest_ms(_total(plain), t_ms[1]),
@@ -159,12 +159,22 @@ def measure(
     )
 
 
+def _asked(gamma: int) -> dict[str, Any]:
+    return {"gamma": gamma} if gamma else {"speculate": False}
+
+
 def gammas_of(engine: "Engine") -> list[int]:
-    """The chains that are profiled: as long as the exported widths verify, or as usual where one graph serves every width."""
-    widths = [graph.width for graph in engine.target.role.graphs]
-    exported = [width - 1 for width in engine.bundle.manifest.widths if width > 1]
-    asked = {*exported, *_GAMMAS} if None in widths else set(exported)
-    return sorted(gamma for gamma in asked if gamma <= engine.deepest)
+    """The chains that are profiled: of one token, as long as can be, what is exported, and as usual where that is every width.
+
+    The bundle's tree is no chain; static graphs pad shorter ones.
+    """
+    made = engine.bundle.manifest
+    tree = {len(made.tree) + 1} if made.tree else set()
+    widths = {*made.widths} - tree
+    longest = min(max(widths) - 1, engine.deepest)
+    any_width = any(graph.width is None for graph in engine.target.role.graphs)
+    asked = {1, longest, *(width - 1 for width in widths), *(_GAMMAS if any_width else ())}
+    return sorted(gamma for gamma in asked if 1 <= gamma <= longest)
 
 
 def _time_steps(engine: "Engine", widths: Sequence[int]) -> dict[int, float]:
@@ -218,30 +228,3 @@ def _total(stats: Sequence[Stats]) -> Stats:
         total.verify_seconds += one.verify_seconds
         total.decode_seconds += one.decode_seconds
     return total
-
-
-# ---- kept in the user's cache
-
-
-def write_profile(profile: Profile, bundle: Bundle, rows: Mapping[str, Device]) -> Path:
-    """Keep a profile for the engines of this machine that open this bundle on these rows."""
-    path = _place(bundle, rows, profile.drafter)
-    write_whole(path, json.dumps(asdict(profile), indent=1).encode())
-    return path
-
-
-def read_profile(bundle: Bundle, rows: Mapping[str, Device], drafter: str) -> Profile | None:
-    """What was measured here for this bundle on these rows; None if nothing was, or it cannot be read."""
-    try:
-        path = _place(bundle, rows, drafter)
-        found: Profile = build_record(Profile, json.loads(path.read_text(encoding="utf-8")), str(path))
-        return found if found.format == _FORMAT and found.t_ms.get("1", 0) > 0 else None
-    except (OSError, ValueError, RecursionError, SpecedgeError):
-        return None
-
-
-def _place(bundle: Bundle, rows: Mapping[str, Device], drafter: str) -> Path:
-    """The name is a hash of all that the costs depend on."""
-    names = [f"{role}={row.name}" for role, row in sorted(rows.items())]
-    parts = (str(_FORMAT), sha256(bundle.path / MANIFEST), *names, drafter, cpu(), VERSION)
-    return cache_dir().absolute() / "profiles" / f"{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:32]}.json"

@@ -1,6 +1,7 @@
 """One request to an engine: its stream of tokens and its result."""
 
 import logging
+import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from specedge.runtime.generate import Engine
 
 _log = logging.getLogger(__name__)
-_VAIN = 128  # drafts in a row without one accepted, after which a request says so
+_VAIN = 64  # rounds without one accepted draft, after which a request says so
 
 
 class Stream(Iterator[Token]):
@@ -71,7 +72,8 @@ class Request:
         self._prompt = engine.encode(prompt)
         room = engine.context - len(self._prompt)
         self._limit = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
-        self._sampler = Sampler(sampling, engine.bundle.manifest.allowed_ids, len(self._prompt), options.constraint)
+        made = engine.bundle.manifest
+        self._sampler = Sampler(sampling, made.allowed_ids, len(self._prompt), options.constraint, made.eos_ids)
         self._scored = options.log_probabilities
         self._rule = make_rule(options.rule, self._sampler)
         self._control = engine.new_control(self._rule, options.gamma, options.tree)
@@ -87,14 +89,14 @@ class Request:
         self._stats = Stats(prompt_tokens=len(self._prompt))  # of rounds whose tokens all came out
         self._begun: Round | None = None  # the one whose tokens are coming out, or were when the stream was closed
         self._written: list[str] = []
-        self._vain = 0  # drafts rejected since the last that was accepted
+        self._vain = 0.0  # rounds that drafted for nothing, until one did not
         self._stopped = False
         self._finish_reason: FinishReason = "length"
 
     def result(self) -> Result:
         stats = self._stats.copy()
         if self._begun is not None:
-            stats.add(self._begun, len(self._ids) - stats.tokens)
+            stats.add(self._begun, len(self._ids) - stats.tokens, whole=False)
         scores = list(self._log_probabilities) if self._scored else None
         return Result(list(self._ids), "".join(self._written), self._finish_reason, stats, scores)
 
@@ -130,11 +132,10 @@ class Request:
 
     def _look_after(self, round_: Round) -> None:
         """Say once that drafts are for nothing: a drafter of another model, or one that was damaged, looks like that."""
-        drafted = len(round_.tree.tokens)
-        self._vain = 0 if round_.nodes else self._vain + drafted
-        if drafted and not round_.nodes and self._vain >= _VAIN > self._vain - drafted:
-            name = self._engine.drafter_name
-            _log.warning("%s: %d drafts in a row were rejected; is it a drafter for this model?", name, self._vain)
+        name, drafted = self._engine.drafter_name, len(round_.tree.tokens)
+        self._vain = -math.inf if round_.nodes else self._vain + (drafted > 0)
+        if self._vain == _VAIN and drafted and name != "lookup":
+            _log.warning("%s: not one draft of the first %d rounds was accepted; is it a drafter for this model?", name, _VAIN)
 
     def _rounds(self) -> Iterator[Round]:
         engine = self._engine

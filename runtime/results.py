@@ -58,12 +58,12 @@ class Stats:
     def copy(self) -> "Stats":
         return replace(self, per_round=list(self.per_round), outcomes=Counter(self.outcomes))
 
-    def add(self, round_: Round, emitted: int) -> None:
-        """Count a round of which the first `emitted` tokens came out."""
+    def add(self, round_: Round, emitted: int, whole: bool = True) -> None:
+        """Count a round of which the first `emitted` tokens came out; unless it is `whole`, more may come."""
         nodes = round_.nodes[:emitted]
         self.tokens += emitted
         self.proposed += round_.proposed
-        self.discarded += round_.judged - emitted
+        self.discarded += round_.judged - emitted if whole else 0
         self.per_round.append((len(round_.tree.parents), len(nodes)))
         self.outcomes[Outcome(round_.tree.parents, nodes, emitted)] += 1
         self.draft_seconds += round_.draft_seconds

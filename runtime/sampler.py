@@ -25,8 +25,15 @@ class Sampler:
         UsageError: `sampling` names an id that is not allowed, or bans all of them.
     """
 
-    def __init__(self, sampling: Sampling, allowed: int, prompt_length: int, constraint: Constraint | None = None) -> None:
-        self.sampling, self.constraint = sampling, constraint
+    def __init__(
+        self,
+        sampling: Sampling,
+        allowed: int,
+        prompt_length: int,
+        constraint: Constraint | None = None,
+        ends: Iterable[int] = (),
+    ) -> None:
+        self.sampling, self.constraint, self._ends = sampling, constraint, frozenset(ends)
         self.allowed = allowed
         self._prompt_length = prompt_length
         for name, ids in (("logit_bias", sampling.logit_bias), ("banned_ids", sampling.banned_ids)):
@@ -52,7 +59,7 @@ class Sampler:
 
     def leaves(self, logits: Logits, history: Tokens[int], path: Tokens[int]) -> bool:
         """Whether a constraint leaves any token that a drafter's row gives a chance to."""
-        return self.constraint is None or bool((self.scores(logits, history, path) > -np.inf).any())
+        return self.constraint is None or not np.isneginf(self.scores(logits, history, path)).all()
 
     def may_emit(self, ids: Ids) -> bool:
         """Whether any of `ids` is allowed and not banned."""
@@ -62,9 +69,9 @@ class Sampler:
         """The law of the token after `history` and `path`, given its logits [V].
 
         Raises:
-            SpecedgeError: As `sample.filtered`.
+            SpecedgeError: As `sample.filtered`, or a constraint allows nothing there.
         """
-        return filtered(self.scores(logits, history, path), self.sampling, where)
+        return filtered(self._some(self.scores(logits, history, path), history, path), self.sampling, where)
 
     def best(self, logits: Logits, history: Tokens[int], path: Tokens[int] = (), where: str = "logits") -> int:
         """The likeliest token there, the lowest id of equals.
@@ -72,7 +79,7 @@ class Sampler:
         Raises:
             SpecedgeError: As `sample.filtered`.
         """
-        return best(self.scores(logits, history, path), where)
+        return best(self._some(self.scores(logits, history, path), history, path), where)
 
     def log_probability(self, logits: Logits, token: int) -> float:
         """What the model itself gave `token`, in nats: penalties and filters left out, padding too."""
@@ -100,17 +107,24 @@ class Sampler:
         return row
 
     def _mask(self, history: Tokens[int], path: Tokens[int]) -> Mask:
-        """What the constraint allows there; asked once for each node of a round."""
+        """What the constraint allows there, and behind an end of text anything; asked once for each node of a round."""
         assert self.constraint is not None
         if len(history) != self._masked:
             self._masks, self._masked = {}, len(history)
         if (key := tuple(path)) not in self._masks:
-            mask = np.asarray(self.constraint.allowed([*history[self._prompt_length :], *path]), np.bool_)
-            if not mask.any():
-                place = len(history) + len(path) - self._prompt_length
-                raise SpecedgeError(f"constraint: allows no token after {place} tokens of the answer; let it end there")
-            self._masks[key] = mask
+            if self._ends.isdisjoint(path):
+                mask = self.constraint.allowed([*history[self._prompt_length :], *path])
+                self._masks[key] = np.asarray(mask, np.bool_)
+            else:
+                self._masks[key] = np.ones(self.allowed, np.bool_)
         return self._masks[key]
+
+    def _some(self, row: Logits, history: Tokens[int], path: Tokens[int]) -> Logits:
+        """A row of scores in which a constraint has left something."""
+        if self.constraint is not None and np.isneginf(row).all():
+            place = len(history) + len(path) - self._prompt_length
+            raise SpecedgeError(f"constraint: allows no token after {place} tokens of the answer; let it end there")
+        return row
 
     def _penalise(self, row: Logits, occurs: NDArray[np.bool_], emitted: NDArray[np.int64], path: Tokens[int]) -> None:
         sampling, drafted = self.sampling, np.array(path, np.intp)

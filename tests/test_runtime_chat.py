@@ -44,20 +44,25 @@ def test_a_talk_is_the_conversation_that_python_has(path: Path, system: str | No
     expected = [first, second, first]
     place = 0
     for text in expected:
-        place = result.output.index(text, place) + len(text)
-    assert result.output.count("per round") == 3
+        place = result.stdout.index(text, place) + len(text)
+    assert (result.stdout.count("per round"), result.stderr.count("per round")) == (0, 3)
 
 
 def test_accepted_drafts_are_coloured_unless_told_not_to(path: Path) -> None:
-    coloured, plain = (talk(path, "hi\n", "--gamma", 3, option).output for option in ("--color", "--no-color"))
+    coloured, plain = (talk(path, "hi\n", "--gamma", 3, option).stdout for option in ("--color", "--no-color"))
     assert "\x1b[32m" in coloured and "\x1b[" not in plain
-    assert "\x1b[32m" not in talk(path, "hi\n", "--plain", "--color").output
+    assert "\x1b[32m" not in talk(path, "hi\n", "--plain", "--color").stdout
 
 
 def test_a_talk_that_fills_the_context_says_so_and_can_begin_anew(path: Path) -> None:
     result = talk(path, f"{'x' * 200}\n/reset\nhi\n")
     assert result.exit_code == 0 and "leave no room in a context of 128" in result.output
     assert answers(load(path), "hi")[0] in result.output
+
+
+def test_an_option_that_no_message_can_have_ends_it(path: Path) -> None:
+    result = talk(path, "hi\nhi\n", "--gamma", 99)
+    assert result.exit_code == 2 and result.stderr.count("expected 0..") == 1
 
 
 def test_exit_ends_it(path: Path) -> None:

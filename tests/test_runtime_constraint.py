@@ -100,6 +100,30 @@ def test_a_constraint_that_allows_nothing_is_an_error(pairs: Pairs, size: int) -
         pairs("lookup", "cpu")[0].generate(PROMPTS[0], max_new_tokens=8, constraint=Nothing())
 
 
+def test_nothing_is_asked_behind_an_end_of_text(tmp_path: Path) -> None:
+    """Drafts go on behind it, the answer does not; a callback knows nothing of what follows."""
+    tiny.f_chain(tmp_path / "m", tiny.deterministic_chain(64, {5: 6, 6: 7, 7: 8}), eos=8)
+    engine = load(make(tmp_path / "m", tmp_path / "b", draft=str(tmp_path / "m"), context=64), threads=1)
+
+    class Before:
+        def allowed(self, answer: Sequence[int]) -> Mask:
+            assert 8 not in answer
+            return np.ones(64, np.bool_)
+
+    for shape in ({"gamma": 1}, {"gamma": 5}, {"tree": TREE}, {"speculate": False}):
+        options: dict[str, Any] = shape
+        assert engine.generate([5], max_new_tokens=9, constraint=Before(), **options).ids == [6, 7, 8]
+
+
+def test_what_is_banned_besides_is_no_damage(pairs: Pairs) -> None:
+    class Seven:
+        def allowed(self, answer: Sequence[int]) -> Mask:
+            return np.arange(CHAIN) == 7
+
+    with pytest.raises(SpecedgeError, match="constraint: allows no token after 0 tokens"):
+        pairs("draft", "cpu")[0].generate([3, 4], Sampling(banned_ids=[7]), 4, gamma=2, constraint=Seven())
+
+
 # ---- forms
 
 guidance = pytest.importorskip("llguidance", reason="forms need the extra: pip install -e '.[grammar]'")
@@ -174,8 +198,22 @@ def test_one_grammar_serves_request_after_request(engines: list[Engine]) -> None
 
 def test_a_token_that_was_not_allowed_is_an_error(engines: list[Engine]) -> None:
     grammar = Grammar(engines[0], "[ab]{3}", "regex")
-    with pytest.raises(SpecedgeError, match=r"regex: token \d+ may not stand at 1 of the answer"):
-        grammar.allowed([tiny.byte_id(ord("a")), tiny.byte_id(ord("z"))])
+    a, z = tiny.byte_id(ord("a")), tiny.byte_id(ord("z"))
+    for _ in range(2):  # and the next request is none the worse
+        with pytest.raises(SpecedgeError, match=r"regex: token \d+ may not stand at 1 of the answer"):
+            grammar.allowed([a, z])
+        mask = grammar.allowed([])
+        assert mask[a] and not mask[z] and mask.sum() == 2
+
+
+def test_a_bundle_that_cannot_end_an_answer_is_refused(tmp_path: Path) -> None:
+    tiny.f_rand(tmp_path / "m", vocab_size=tiny.FULL_TOKENIZER, eos_token_id=None)
+    tiny.f_tok(tmp_path / "m")
+    engine = load(make(tmp_path / "m", tmp_path / "b"))
+    if engine.bundle.manifest.eos_ids:
+        pytest.skip("the tokenizer's own end of text counts")
+    with pytest.raises(UsageError, match="has no EOS token"):
+        Grammar(engine, "a", "regex")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from specedge.cachedir import cache_dir
 from specedge.devices.table import get_device
 from specedge.errors import UsageError
 from specedge.runtime import Engine, Sampling, load, plan
-from specedge.runtime.profile import Drafting, Profile, gammas_of, measure, read_profile, write_profile
+from specedge.runtime.kept_profile import read_profile, write_profile
+from specedge.runtime.profile import Drafting, Profile, gammas_of, measure
 from test_export_cli import refused, run
 
 KEYS = {"t_ms", "d", "h", "acceptance", "break_even", "predicted_speedup", "measured_speedup", "advice"}
@@ -85,7 +86,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_with(path: Path, profile: Profile) -> Engine:
-    write_profile(profile, open_bundle(path), ROWS)
+    write_profile(profile, open_bundle(path), ROWS, threads=1)
     return load(path, threads=1)
 
 
@@ -113,10 +114,15 @@ def test_a_profile_is_of_one_bundle_drafter_and_row(path: Path, tmp_path: Path) 
     tiny.f_rand(tmp_path / "other", seed=1)
     assert read_profile(open_bundle(make(tmp_path / "other", tmp_path / "b")), ROWS, "draft") is None
     assert place.parent == cache_dir().absolute() / "profiles"
-    for damage in ("", "{", "[]", '{"format": 1}', json.dumps(dataclasses.asdict(found) | {"format": 0})):
+    whole = dataclasses.asdict(found)
+    changed: list[dict[str, Any]] = [{"format": 0}, {"drafts": {}}, {"h_ms": -10.0}]
+    changed += [{"t_ms": {"x": 1.0}}, {"t_ms": {"1": 1.0, "x": 2.0}}]
+    for damage in ("", "{", "[]", '{"format": 1}', *(json.dumps(whole | change) for change in changed)):
         place.write_text(damage, encoding="utf-8")
         assert read_profile(bundle, ROWS, "draft") is None
-    assert load(path, threads=1).profile is None
+    write_profile(found, bundle, ROWS, threads=3)
+    assert load(path, threads=3).profile == found and load(path, threads=2).profile is None
+    assert load(path, threads=3, profile=False).profile is None
 
 
 @pytest.mark.parametrize("drafter", ["draft", "lookup"])
