@@ -1,5 +1,7 @@
 """The rows: every device a bundle can be made for, each oddity with its reason."""
 
+from dataclasses import replace
+
 from specedge.devices.device import Device, Package, Plugin, Soc
 from specedge.errors import SpecedgeError
 
@@ -43,6 +45,29 @@ _QNN = Plugin(
         Soc("SM8550", 43, 73, _EXECUTORCH),  # Snapdragon 8 Gen 2
         Soc("SC8380XP", 60, 73, "onnxruntime-qnn, docs/execution_providers/QNN-ExecutionProvider.md"),  # Snapdragon X Elite
     ),
+)
+
+# Apple's Neural Engine. It is wrong on, or leaves, 4-bit weights with several scales in a row.
+_ANE = Device(
+    "coreml-ane",
+    "CoreML",
+    "delta",
+    static=True,
+    mask_value=-10000.0,  # infinity, and what overflows to it, turns into NaN there
+    accuracy_level=0,
+    widest_block=128,
+    dtype="float16",
+    embeds=True,  # a lookup in a table of more than 16,384 rows would leave the Neural Engine
+    widest_output=_ANE_WIDEST,
+    ragged=False,
+    pads=True,
+    zero_points=True,
+    prepares=False,
+    one_call=False,
+    default_widths=(1, 5),
+    verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
+    verified="numbers, by an evaluator of the saved package; never on a Mac",
+    package=Package("CPU_AND_NE", "iOS18", 15, _ANE_WIDEST, blocks=False),
 )
 
 _ROWS = (
@@ -122,50 +147,9 @@ _ROWS = (
         verified="numbers, in its emulator; never on a chip",
         plugin=_QNN,
     ),
-    # Apple's Neural Engine. It is wrong on, or leaves, 4-bit weights with several scales in a row.
-    Device(
-        "coreml-ane",
-        "CoreML",
-        "delta",
-        static=True,
-        mask_value=-10000.0,  # infinity, and what overflows to it, turns into NaN there
-        accuracy_level=0,
-        widest_block=128,
-        dtype="float16",
-        embeds=True,  # a lookup in a table of more than 16,384 rows would leave the Neural Engine
-        widest_output=_ANE_WIDEST,
-        ragged=False,
-        pads=True,
-        zero_points=True,
-        prepares=False,
-        one_call=False,
-        default_widths=(1, 5),
-        verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
-        verified="numbers, by an evaluator of the saved package; never on a Mac",
-        package=Package("CPU_AND_NE", "iOS18", 15, _ANE_WIDEST, blocks=False),
-    ),
+    _ANE,
     # The GPU of a Mac, or of a phone.
-    Device(
-        "coreml-gpu",
-        "CoreML",
-        "delta",
-        static=True,
-        mask_value=-10000.0,
-        accuracy_level=0,
-        widest_block=128,
-        dtype="float16",
-        embeds=True,
-        widest_output=None,
-        ragged=False,
-        pads=True,
-        zero_points=True,
-        prepares=False,
-        one_call=False,
-        default_widths=(1, 5),
-        verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
-        verified="numbers, by an evaluator of the saved package; never on a Mac",
-        package=Package("CPU_AND_GPU", "iOS18", 15, None, blocks=True),
-    ),
+    replace(_ANE, name="coreml-gpu", widest_output=None, package=Package("CPU_AND_GPU", "iOS18", 15, None, blocks=True)),
     # Core ML behind onnxruntime: a fallback for float models. The provider takes none of onnxruntime's own operators, no
     # RMSNormalization and no Expand.
     Device(
