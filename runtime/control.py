@@ -1,32 +1,40 @@
 """What to draft this round: always the same, or as many tokens as measured acceptance and known costs make the best of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import ceil
 from typing import Protocol
 
+from specedge.runtime.chances import Chances
 from specedge.runtime.shape import TreeShape
 
-# Acceptance expected before anything was seen: of a drafter without evidence, then of lookups by the length of the match,
-# 1, 2-3, 4-7, 8-15, 16-31 and longer (SmolLM2-135M on the built-in prompts, chat and copy alike, within 0.1).
-_RATE_BEFORE = (0.5, 0.2, 0.6, 0.8, 0.9, 0.95, 0.98)
-_PRIOR_TRIALS = 2.0  # what was expected weighs as much as two trials
-_DECAY = 0.95  # weight of the past when a new trial arrives: a memory of about twenty trials
+# How sure a drafter is of each token of a chain, as far as it is drafted -> how many tokens of it would be best to verify
+Weigh = Callable[[Sequence[float]], int]
+
 _MARGIN = 1.05  # speculation must promise this much over plain: the costs are known no better
-_PROBE = 2  # tokens of a probe
-_PROBE_AFTER = 16  # plain rounds before a drafter that costs time is probed; doubled after each vain probe
-_PROBE_MOST = 256
+_PROBE_SHARE = 0.01  # of the time of plain rounds that probes of a drafter may take
+_DECAY = 0.95  # of what rounds of drafting earned and took, when another round comes
+_OPENING = 2.0  # rounds that earn what is expected, before any was seen
 
 
 class Control(Protocol):
-    """Chooses what is drafted; told afterwards what became of it. `evidence` is the proposal's (`tree.Proposal`)."""
+    """Chooses what is drafted; told afterwards what became of it.
+
+    `confidence` is the proposal's (`tree.Proposal`): one number a token, or none at all.
+    """
+
+    @property
+    def weigh(self) -> Weigh | None:
+        """What a drafter asks that goes token by token; None where it need not ask."""
 
     def ask(self, depth: int, nodes: int) -> TreeShape:
         """The tree to request from the drafter, at most so deep and of so many nodes."""
 
-    def take(self, evidence: int, drafted: int) -> int:
-        """How many of `drafted` proposed tokens to verify."""
+    def take(self, confidence: Sequence[float], drafted: int, drawn: bool) -> int:
+        """How many of `drafted` proposed tokens to verify: all, if they were drawn at random."""
 
-    def observe(self, evidence: int, agreed: int, compared: int) -> None:
+    def observe(self, confidence: Sequence[float], agreed: int, compared: int) -> None:
         """Of `compared` proposed tokens in a row, verified or not, the first `agreed` were what the target emitted."""
 
 
@@ -36,88 +44,111 @@ class Fixed:
 
     shape: TreeShape
 
+    @property
+    def weigh(self) -> None:
+        return None
+
     def ask(self, depth: int, nodes: int) -> TreeShape:
         return self.shape.within(depth, nodes)
 
-    def take(self, evidence: int, drafted: int) -> int:
+    def take(self, confidence: Sequence[float], drafted: int, drawn: bool) -> int:
         return drafted
 
-    def observe(self, evidence: int, agreed: int, compared: int) -> None:
+    def observe(self, confidence: Sequence[float], agreed: int, compared: int) -> None:
         return
 
 
-@dataclass(slots=True)
-class _Acceptance:
-    """A decaying estimate of the chance that a proposed token is accepted, given that all before it were."""
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times of a round by its number of drafts, 0 first, over that of a plain round: `draft` of drafting them, `verify` of
+    the step that reads them and of what else a round takes.
+    """
 
-    rate_before: float
-    successes: float = 0.0
-    trials: float = 0.0
-
-    def add(self, accepted: bool) -> None:
-        self.successes = self.successes * _DECAY + accepted
-        self.trials = self.trials * _DECAY + 1.0
-
-    @property
-    def rate(self) -> float:
-        return (self.successes + self.rate_before * _PRIOR_TRIALS) / (self.trials + _PRIOR_TRIALS)
+    draft: tuple[float, ...]
+    verify: tuple[float, ...]
 
 
 class Adaptive:
-    """The chain of the largest expected speed, E(gamma) / (d gamma + v(gamma + 1)) (docs/contract.md), plain decoding included.
+    """The chain of the largest expected speed, E(gamma) / (d(gamma) + v(gamma + 1)), or none (docs/contract.md).
 
-    A function of this request's own acceptance and the costs given, nothing else: with a drawn drafter the choice may not
-    depend on a clock (docs/contract.md). `verify_cost` maps a width to its time over width 1, `draft_cost` a chain's length to
-    the time of drafting it in the same unit. A drafter of no cost is asked every round, and its proposals are compared with
-    the text even when they are not verified, so its estimates never age. A costly one is probed now and then.
+    A function of this request's own acceptance, the drafter's confidence and the costs given, nothing else: with a drawn
+    drafter the choice may not depend on a clock (docs/contract.md). `acceptance` is a profile's (`chances.Chances`).
 
-    Acceptance is estimated by the length of the match behind a token: a draft at depth j of a lookup that matched n tokens
-    rests on n + j of them.
+    A drafter of no cost is asked every round, and its proposals are compared with the text even when they are not verified,
+    so its estimates never age. A costly one is asked as long as that pays, and then probed now and then. One that goes token
+    by token (`stepwise`) asks before every token whether a longer chain is worth it, and its rounds must earn what they take.
     """
 
-    def __init__(self, verify_cost: Callable[[int], float], draft_cost: Callable[[int], float], widest: int) -> None:
-        self._verify_cost, self._draft_cost, self._widest = verify_cost, draft_cost, widest
-        self._free = draft_cost(1) == 0.0
-        self._acceptance = [_Acceptance(rate) for rate in _RATE_BEFORE]
-        self._plain_rounds, self._patience = 0, _PROBE_AFTER
+    def __init__(self, costs: Costs, acceptance: Sequence[float] = (), stepwise: bool = False) -> None:
+        self._draft, self._verify, self._stepwise = costs.draft, costs.verify, stepwise
+        self._longest = len(costs.verify) - 1
+        self._free = not any(costs.draft)
+        self._chances = Chances(self._longest, acceptance)
+        self._most = self._least = self._drafted = self._taken = 0  # of this round
+        probe = costs.draft[1] + costs.verify[1] - 1.0 if self._longest else 0.0
+        self._patience = ceil(max(probe, 0.0) / _PROBE_SHARE)  # plain rounds before a probe
+        self._plain_rounds = 0
+        promised = self._speed_of(self._chances.rates())
+        self._earned, self._spent = _OPENING * (promised if acceptance else max(promised, _MARGIN)), _OPENING
+        self._hopeless = self._speed_of([1.0] * self._longest) < _MARGIN  # even if all was accepted
 
     def ask(self, depth: int, nodes: int) -> TreeShape:
-        return TreeShape.chain(self._gamma(max(min(depth, nodes, self._widest - 1), 0)))
+        self._most = 0 if self._hopeless else max(min(depth, nodes, self._longest), 0)
+        self._least = self._drafted = self._taken = 0
+        return TreeShape.chain(self._gamma() if self._most else 0)
 
-    def _gamma(self, most: int) -> int:
+    def _gamma(self) -> int:
         if self._free:
-            return most
-        gamma = self._best(0, most)
-        if gamma > 0:
-            self._patience = _PROBE_AFTER
+            return self._most
+        pays = self._earned >= self._spent
+        gamma = self._most * pays if self._stepwise else self._best((), 0, self._most, 0)
+        if gamma:
+            self._plain_rounds = 0
             return gamma
         self._plain_rounds += 1
-        if self._plain_rounds < self._patience:
+        self._earned, self._spent = self._earned * _DECAY, self._spent * _DECAY  # so that a probe decides
+        if self._plain_rounds <= self._patience:
             return 0
-        self._plain_rounds, self._patience = 0, min(self._patience * 2, _PROBE_MOST)
-        return min(_PROBE, most)
+        self._plain_rounds, self._least = 0, 1
+        return 1
 
-    def take(self, evidence: int, drafted: int) -> int:
-        return self._best(evidence, drafted) if self._free else drafted
+    def weigh(self, confidence: Sequence[float]) -> int:
+        """The best length of a chain whose last token could still be left out: with or without that, or longer."""
+        self._drafted = len(confidence)
+        return self._best(confidence, max(len(confidence) - 1, self._least), self._most, len(confidence))
 
-    def observe(self, evidence: int, agreed: int, compared: int) -> None:
-        if agreed:  # not in vain
-            self._patience = _PROBE_AFTER
-        for depth in range(min(agreed + 1, compared)):
-            self._estimate(evidence, depth).add(depth < agreed)
+    def take(self, confidence: Sequence[float], drafted: int, drawn: bool) -> int:
+        self._drafted = max(self._drafted, drafted)  # also one that was left out took its time
+        self._taken = drafted if drawn else self._best(confidence, 0, drafted, drafted)
+        return self._taken
 
-    def _best(self, evidence: int, most: int) -> int:
-        """The most promising gamma up to `most`; plain decoding unless another promises _MARGIN over it."""
-        best, best_speed = 0, _MARGIN
+    def observe(self, confidence: Sequence[float], agreed: int, compared: int) -> None:
+        self._chances.learn(confidence, agreed, compared)
+        if self._drafted:
+            self._earned = self._earned * _DECAY + min(agreed, self._taken) + 1
+            self._spent = self._spent * _DECAY + self._draft[self._drafted] + self._verify[self._taken]
+            if agreed:  # look again soon
+                self._plain_rounds = self._patience
+
+    def _best(self, confidence: Sequence[float], least: int, most: int, drafted: int) -> int:
+        """The most promising of `least` to `most` tokens, when so many are drafted already; plain decoding unless another
+        promises _MARGIN over it."""
+        best, best_speed = 0, _MARGIN / (self._draft[drafted] + self._verify[0]) if least == 0 else 0.0
         expected = reached = 1.0
-        for gamma in range(1, most + 1):
-            reached *= self._estimate(evidence, gamma - 1).rate
+        for gamma, rate in enumerate(islice(self._chances.rates(confidence), most), start=1):
+            reached *= rate
             expected += reached
-            speed = expected / (self._draft_cost(gamma) + self._verify_cost(gamma + 1))
-            if speed > best_speed:
+            speed = expected / (self._draft[max(gamma, drafted)] + self._verify[gamma])
+            if gamma >= least and speed > best_speed:
                 best, best_speed = gamma, speed
         return best
 
-    def _estimate(self, evidence: int, depth: int) -> _Acceptance:
-        length = evidence + depth if evidence else 0
-        return self._acceptance[min(length.bit_length(), len(self._acceptance) - 1)]
+    def _speed_of(self, rates: Iterable[float]) -> float:
+        """Of the best chain whose tokens are accepted at these rates."""
+        expected = reached = 1.0
+        speed = 0.0
+        for draft, verify, rate in zip(self._draft[1:], self._verify[1:], rates, strict=True):
+            reached *= rate
+            expected += reached
+            speed = max(speed, expected / (draft + verify))
+        return speed

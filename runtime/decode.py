@@ -58,9 +58,9 @@ def decode(
     while len(history) < end:
         start = time.perf_counter()
         room = min(target.role.context - len(history), target.widest - 1, drafter.room(len(history)))
-        proposal = drafter.propose(history, control.ask(end - len(history) - 1, room))
-        guess = proposal.tree
-        proposal = proposal.first(control.take(proposal.evidence, len(guess.tokens)))
+        proposal = drafter.propose(history, control.ask(end - len(history) - 1, room), control.weigh)
+        guess, confidence = proposal.tree, proposal.confidence
+        proposal = proposal.first(control.take(confidence, len(guess.tokens), proposal.q is not None))
         tree = proposal.tree
         drafted = time.perf_counter()
 
@@ -78,7 +78,7 @@ def decode(
         )
         agreed = guess.follow(tokens)
         more = len(agreed) < len(tokens) and bool(guess.children(agreed[-1] if agreed else ROOT))
-        control.observe(proposal.evidence, len(agreed), len(agreed) + more)
+        control.observe(confidence, len(agreed), len(agreed) + more)
         history += tokens
         nodes = accepted.nodes[: len(tokens)]
         done = time.perf_counter()

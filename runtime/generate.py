@@ -16,7 +16,7 @@ from specedge.devices.device import Device
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime.constraint import Constraint
-from specedge.runtime.control import Adaptive, Control, Fixed
+from specedge.runtime.control import Adaptive, Control, Costs, Fixed
 from specedge.runtime.drafters import Drafter, DraftModel, LookupDrafter, NoDrafter
 from specedge.runtime.eagle import EagleHead
 from specedge.runtime.head_drafters import EagleDrafter, MedusaDrafter
@@ -259,7 +259,8 @@ class Engine:
         if tree is None and stored is not None and (stored.is_chain or not rule.chain):
             tree = stored
         if tree is None:
-            return Adaptive(self._step_cost, self._draft_cost, min(max(self.bundle.manifest.widths), deepest + 1))
+            found = self.profile.acceptance if self.profile and not self._drafts("lookup") else ()
+            return Adaptive(self.costs, found, stepwise=not (self._drafts("lookup") or (rule.in_graph and self.expansions)))
         if rule.chain and not tree.is_chain:
             raise UsageError(f"rule {rule.name!r}: judges chains only, [[0], [0, 0], ...]; use recursive for this tree")
         allowed = self.bundle.manifest.allowed_ids
@@ -272,6 +273,13 @@ class Engine:
         if tree.depth > deepest:
             raise UsageError(f"tree: {tree.depth} deep, expected at most {deepest}, the drafts this bundle can make in a row")
         return Fixed(tree)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What control rests on: measured here, if a profile was, or else read off the rows."""
+        gammas = range(min(max(self.bundle.manifest.widths), self.deepest + 1))
+        draft = tuple(self._draft_cost(gamma) if gamma else 0.0 for gamma in gammas)
+        return Costs(draft, tuple(self._step_cost(gamma + 1) for gamma in gammas))
 
     def _step_cost(self, width: int) -> float:
         """Time of a step over one of width 1; static graphs are padded to the next width there is."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.runtime.control import Weigh
 from specedge.runtime.drafters import MAX_NODES, NOTHING, Draft, draft_tree
 from specedge.runtime.eagle import EagleHead
 from specedge.runtime.heads import MedusaHeads
@@ -35,7 +36,7 @@ class MedusaDrafter:
     def learn(self, target: Sequence, rows: Tokens[int]) -> None:
         self._hidden = target.hidden(rows[-1])
 
-    def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
+    def propose(self, history: Tokens[int], shape: TreeShape, weigh: Weigh | None = None) -> Proposal:
         shape = shape.within(self._heads.head.depth, len(shape.parents))
         if self._hidden is None or not shape.parents:
             return NOTHING
@@ -44,7 +45,7 @@ class MedusaDrafter:
         def grow(draft: Draft, nodes: Tokens[int]) -> list[Logits]:
             return [levels[len(draft.paths[node])] for node in nodes]
 
-        return draft_tree(history, shape, self._choose, levels[0], grow)
+        return draft_tree(history, shape, self._choose, levels[0], grow, weigh)
 
 
 class EagleDrafter:
@@ -75,7 +76,7 @@ class EagleDrafter:
         if count >= self._head.role.chunk:
             self._head.read(*self._take(self._text[: length + count + 1]))
 
-    def propose(self, history: Tokens[int], shape: TreeShape) -> Proposal:
+    def propose(self, history: Tokens[int], shape: TreeShape, weigh: Weigh | None = None) -> Proposal:
         self._text = history
         if len(history) < 2 or not shape.parents:  # nothing is known of a prompt of one token
             return NOTHING
@@ -88,7 +89,7 @@ class EagleDrafter:
             return expansion.propose(drafted, shape, history, in_graph, head.widen)
         logits, state = head.read(tokens, features)
         growth = _Growth(head, state)
-        proposal = draft_tree(history, shape, self._rule.choose, logits, growth)
+        proposal = draft_tree(history, shape, self._rule.choose, logits, growth, weigh)
         head.truncate(growth.settled)
         return proposal
 

@@ -29,8 +29,8 @@ class Drafting:
     """Rounds of one gamma: tokens each emitted, share of them that drafted anything, milliseconds of drafting and of the rest.
 
     The rest, `h_ms`, is what a round takes beside drafting and the step as it is timed by itself: the host's work, and that
-    steps are slower with that in between. `speedup` is that over plain decoding of the same prompts in the same run, the
-    median over prompts.
+    steps are slower with that in between. `speedup` is that over plain decoding of the same prompts in the same run, all
+    together.
     """
 
     tokens_per_round: float
@@ -147,15 +147,14 @@ def measure(
         for gamma in order:
             stats[gamma].append(engine.generate(prompt, Sampling(), tokens, **_asked(gamma)).stats)
         progress("profile: prompts", done + 1, total)
-    plain = stats[0]
-    longest = _total(stats[gammas[-1]])
+    totals = {gamma: _total(each) for gamma, each in stats.items()}
     return Profile(
         FORMAT,
         engine.drafter_name,
         {str(width): ms for width, ms in t_ms.items()},
-        _rest_ms(_total(plain), t_ms[1]),
-        tuple(longest.accepted_by_position),
-        {str(gamma): _drafting(stats[gamma], plain, t_ms[1], t_ms[gamma + 1]) for gamma in gammas},
+        _rest_ms(totals[0], t_ms[1]),
+        tuple(totals[gammas[-1]].accepted_by_position),
+        {str(gamma): _drafting(totals[gamma], totals[0], t_ms[1], t_ms[gamma + 1]) for gamma in gammas},
     )
 
 
@@ -196,20 +195,14 @@ def _time_steps(engine: "Engine", widths: Sequence[int]) -> dict[int, float]:
     return {width: median(found) for width, found in times.items()}
 
 
-def _drafting(stats: Sequence[Stats], plain: Sequence[Stats], narrow_ms: float, wide_ms: float) -> Drafting:
-    total = _total(stats)
+def _drafting(total: Stats, plain: Stats, narrow_ms: float, wide_ms: float) -> Drafting:
     drafting = sum(drafted > 0 for drafted, _ in total.per_round) / max(total.rounds, 1)
-    speedups = [
-        one.tokens_per_second / other.tokens_per_second
-        for one, other in zip(stats, plain, strict=True)
-        if one.tokens and other.tokens
-    ]
     return Drafting(
         tokens_per_round=total.tokens_per_round,
         drafting=drafting,
         d_ms=1e3 * total.draft_seconds / max(total.rounds, 1),
         h_ms=_rest_ms(total, drafting * wide_ms + (1 - drafting) * narrow_ms),
-        speedup=median(speedups) if speedups else float("nan"),
+        speedup=total.tokens_per_second / plain.tokens_per_second,
     )
 
 

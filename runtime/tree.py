@@ -149,16 +149,17 @@ class Proposal:
     """What a drafter proposes for one round.
 
     `q` gives, for every node with children and the root (-1), the law that these were drawn from: in order, without
-    replacement, after every filter. None if nothing was drawn at random, a point mass. `evidence` is what the drafter knows
-    about its chances, e.g. how long a match was.
+    replacement, after every filter. None if nothing was drawn at random, a point mass. `confidence` is, of a chain, the chance
+    that the drafter itself gives each token to be accepted, if all before it are; empty if it says nothing.
     """
 
     tree: TokenTree
     q: Laws | None = None
-    evidence: int = 0
+    confidence: tuple[float, ...] = ()
 
     def first(self, count: int) -> "Proposal":
         """The proposal with its first `count` nodes only, a tree themselves."""
         if count >= len(self.tree.tokens):
             return self
-        return replace(self, tree=TokenTree(self.tree.tokens[:count], self.tree.parents[:count]))
+        tree = TokenTree(self.tree.tokens[:count], self.tree.parents[:count])
+        return replace(self, tree=tree, confidence=self.confidence[:count])

@@ -85,7 +85,8 @@ class Expansion:
         nodes = [node for node in kept if node != ROOT]
         tree = TokenTree(tuple(drafted.ids[node] for node in nodes), tuple(kept[shape.parents[node]] for node in nodes))
         if not in_graph.draws:
-            return Proposal(tree)
+            sure = [float(1.0 / np.exp(row - row.max()).sum()) for row in drafted.logits] if tree.is_chain else []
+            return Proposal(tree, confidence=tuple(sure[: len(tree.tokens)]))
         rows = {kept[node]: row for row, node in enumerate((ROOT, *self.fed)) if node in kept}
 
         def law(node: int) -> Law:

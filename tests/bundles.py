@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from specedge.export.request import Request
 from specedge.export.weights import read_float32
 from specedge.manifest import Role
 from specedge.runtime import Engine, load
+from specedge.runtime.control import Costs
 from tiny import Array
 
 # One shape for all tests of the plain F-RAND: a graph is traced once per process.
@@ -50,6 +52,15 @@ def make(source: Path, output: Path, **options: Any) -> Path:
 def engine(source: Path, output: Path, **options: Any) -> Engine:
     """The engine over a bundle made as `make` does; drafts with the draft model where there is one."""
     return load(make(source, output, **options), threads=1)
+
+
+@contextmanager
+def cheap_drafts(engine: Engine) -> Iterator[None]:
+    """As if drafts cost little, so that control makes some: those of tiny models take as long as the target's own steps."""
+    real, count = engine.costs, len(engine.costs.verify)
+    engine.costs = Costs(tuple(0.01 * gamma for gamma in range(count)), tuple(1 + 0.01 * gamma for gamma in range(count)))
+    yield
+    engine.costs = real
 
 
 class Models:

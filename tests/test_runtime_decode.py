@@ -23,7 +23,7 @@ from specedge.bundle import changed_files, open_bundle
 from specedge.devices.table import get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime import Engine, Result, Sampling, load
-from specedge.runtime.control import Fixed
+from specedge.runtime.control import Fixed, Weigh
 from specedge.runtime.decode import Round, decode, prefill
 from specedge.runtime.drafters import DraftModel
 from specedge.runtime.model import Model
@@ -253,10 +253,14 @@ class Script:
     def ask(self, depth: int, nodes: int) -> TreeShape:
         return next(self._shapes).within(depth, nodes)
 
-    def take(self, evidence: int, drafted: int) -> int:
+    @property
+    def weigh(self) -> None:
+        return None
+
+    def take(self, confidence: Sequence[float], drafted: int, drawn: bool) -> int:
         return drafted
 
-    def observe(self, evidence: int, agreed: int, compared: int) -> None:
+    def observe(self, confidence: Sequence[float], agreed: int, compared: int) -> None:
         return
 
 
@@ -289,8 +293,8 @@ def recorded(rand: Rand, name: str, script: str, monkeypatch: pytest.MonkeyPatch
         return rule.choose(logits, history, path, first, ranks)
 
     class Recorder(DraftModel):
-        def propose(self, history: Sequence[int], shape: TreeShape) -> Proposal:
-            proposal = super().propose(history, shape)
+        def propose(self, history: Sequence[int], shape: TreeShape, weigh: Weigh | None = None) -> Proposal:
+            proposal = super().propose(history, shape, weigh)
             if shape.parents:
                 diary.proposals.append((list(history), shape, proposal))
                 inner = {parent for parent in proposal.tree.parents if parent != ROOT}

@@ -13,16 +13,23 @@ CONTEXT = 256
 LONGEST = LookupDrafter.longest
 
 
-def fresh(text: Sequence[int], gamma: int) -> tuple[list[int], int]:
-    """(tokens, evidence) of a drafter that has seen nothing before `text`."""
+def fresh(text: Sequence[int], gamma: int) -> tuple[list[int], tuple[float, ...]]:
+    """(tokens, confidence) of a drafter that has seen nothing before `text`."""
     drafter = LookupDrafter(CONTEXT)
     drafter.begin(text)
     proposal = drafter.propose(text, TreeShape.chain(gamma))
     assert proposal.q is None and proposal.tree.is_chain  # a point mass
-    return list(proposal.tree.tokens), proposal.evidence
+    return list(proposal.tree.tokens), proposal.confidence
 
 
-def by_hand(text: Sequence[int], gamma: int) -> tuple[list[int], int]:
+def sure(matched: int, gamma: int) -> tuple[float, ...]:
+    """What matches of 1, 2-3, 4-7, ... tokens are worth, each drafted one making it longer by one."""
+    rates, least = LookupDrafter.rates, (1, 2, 4, 8, 16, 32)
+    lengths = range(matched, matched + gamma) if matched else ()
+    return tuple(max(rate for rate, shortest in zip(rates, least, strict=True) if length >= shortest) for length in lengths)
+
+
+def by_hand(text: Sequence[int], gamma: int) -> tuple[list[int], tuple[float, ...]]:
     """The longest common suffix of the text and its beginnings, the latest of equals, then a copy that reads its own output."""
     start, matched = 0, 0
     for end in range(1, len(text)):
@@ -34,7 +41,7 @@ def by_hand(text: Sequence[int], gamma: int) -> tuple[list[int], int]:
     copied = list(text)
     for offset in range(gamma if matched else 0):
         copied.append(copied[start + offset])
-    return copied[len(text) :], matched
+    return copied[len(text) :], sure(matched, gamma)
 
 
 texts = st.one_of(
@@ -54,7 +61,7 @@ def test_it_proposes_what_a_search_by_hand_finds(text: list[int], gamma: int) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "expected", "evidence"),
+    ("text", "expected", "matched"),
     [
         pytest.param([1, 2, 3, 8, 2, 3, 9, 1, 2, 3], [8, 2, 3], 3, id="the longest suffix, though a shorter is nearer"),
         pytest.param([5, 6, 1, 5, 7, 2, 5], [7, 2, 5], 1, id="the most recent of equals"),
@@ -64,8 +71,8 @@ def test_it_proposes_what_a_search_by_hand_finds(text: list[int], gamma: int) ->
         pytest.param([1], [], 0, id="nothing to search in"),
     ],
 )
-def test_what_is_proposed(text: list[int], expected: list[int], evidence: int) -> None:
-    assert fresh(text, 3) == (expected, evidence)
+def test_what_is_proposed(text: list[int], expected: list[int], matched: int) -> None:
+    assert fresh(text, 3) == (expected, sure(matched, 3))
 
 
 def test_output_is_searched_as_well_as_the_prompt() -> None:
@@ -94,7 +101,7 @@ def test_a_growing_text_is_searched_as_a_whole_one(text: list[int], data: st.Dat
     drafter.begin(text[: lengths[0]])
     for length in lengths:
         proposal = drafter.propose(text[:length], TreeShape.chain(5))
-        assert (list(proposal.tree.tokens), proposal.evidence) == fresh(text[:length], 5)
+        assert (list(proposal.tree.tokens), proposal.confidence) == fresh(text[:length], 5)
 
 
 @given(texts, texts)
@@ -105,7 +112,7 @@ def test_a_new_request_forgets_the_one_before(before: list[int], text: list[int]
     drafter.propose(before, TreeShape.chain(5))
     drafter.begin(text)
     proposal = drafter.propose(text, TreeShape.chain(5))
-    assert (list(proposal.tree.tokens), proposal.evidence) == fresh(text, 5)
+    assert (list(proposal.tree.tokens), proposal.confidence) == fresh(text, 5)
 
 
 def test_the_room_is_what_the_context_leaves() -> None:
@@ -120,4 +127,4 @@ def test_no_drafter_drafts_nothing() -> None:
     drafter.begin([1, 2, 3])
     assert drafter.room(3) == drafter.room(0) == 0
     assert drafter.propose([1, 2, 1], TreeShape.chain(4)) is NOTHING
-    assert NOTHING.tree.tokens == () and NOTHING.q is None and NOTHING.evidence == 0
+    assert NOTHING.tree.tokens == () and NOTHING.q is None and NOTHING.confidence == ()

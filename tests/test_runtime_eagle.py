@@ -11,9 +11,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import tiny
+from bundles import cheap_drafts
 from eagles import CHAIN, EVEN, SOME, TREE, Chains, Draft, Head, reference
 from specedge.runtime import Engine, Result, Sampling, TreeShape
 from specedge.runtime.cache import KVCache
+from specedge.runtime.control import Weigh
 from specedge.runtime.decode import decode, prefill
 from specedge.runtime.head_drafters import EagleDrafter
 from specedge.runtime.rules import Rule, make_rule
@@ -81,7 +83,8 @@ def test_speculative_is_plain_is_transformers(chains: Chains, model: LlamaForCau
             result = run(engine, PROMPT, shape)
             assert result.ids == plain
             shares.append(result.stats.accepted / result.stats.rounds)
-        adaptive = engine.generate(PROMPT)
+        with cheap_drafts(engine):
+            adaptive = engine.generate(PROMPT)
         assert adaptive.ids == plain and adaptive.stats.drafted > 0
     assert all(0.1 < share < 2 for share in shares)
     in_one_call = {"cpu": 3, "cpu-static": 7}[device]
@@ -152,10 +155,14 @@ class Script:
     def ask(self, depth: int, nodes: int) -> TreeShape:
         return self._random.choice(self._shapes).within(depth, nodes)
 
-    def take(self, evidence: int, drafted: int) -> int:
+    @property
+    def weigh(self) -> None:
+        return None
+
+    def take(self, confidence: Sequence[float], drafted: int, drawn: bool) -> int:
         return drafted
 
-    def observe(self, evidence: int, agreed: int, compared: int) -> None:
+    def observe(self, confidence: Sequence[float], agreed: int, compared: int) -> None:
         return
 
 
@@ -177,8 +184,8 @@ class Compared:
     def learn(self, target: Target, rows: Sequence[int]) -> None:
         self._drafter.learn(target, rows)
 
-    def propose(self, history: Sequence[int], shape: TreeShape) -> Proposal:
-        found = self._drafter.propose(history, shape)
+    def propose(self, history: Sequence[int], shape: TreeShape, weigh: Weigh | None = None) -> Proposal:
+        found = self._drafter.propose(history, shape, weigh)
         if not shape.parents:
             return found
         drafter = self._fresh.new_drafter(self._rule())

@@ -16,6 +16,7 @@ from scipy.stats import chisquare
 import bundles
 import eagles
 from specedge.runtime import Engine, Sampling, load
+from specedge.runtime.control import Costs
 from specedge.runtime.results import Outcome, Stats, Token
 from specedge.runtime.rules import RULES
 from specedge.runtime.shape import TreeShape
@@ -98,7 +99,7 @@ class Pairs:
 
 
 def first_two(
-    engine: Engine, prompt: Sequence[int], rule: str | None, shape: TreeShape, requests: int = REQUESTS, **settings: Any
+    engine: Engine, prompt: Sequence[int], rule: str | None, shape: TreeShape | None, requests: int = REQUESTS, **settings: Any
 ) -> Pairs:
     """The first two of five tokens, seed after seed; streams are closed behind the first round and one token more."""
     pairs = Pairs()
@@ -158,6 +159,18 @@ def test_the_first_two_tokens_have_the_law_of_the_target(
     assert chi_square(pairs.counts, joint) > 0.001
     # and the test would notice the draft's law in its place
     assert chi_square(pairs.counts.sum(axis=1), law_of(Q[START], temperature)) < 1e-9
+
+
+@pytest.mark.parametrize(("engines", "rule"), [("cpu", "token"), ("cpu-static", "block")], indirect=["engines"])
+def test_chains_that_end_where_the_drafter_is_unsure_keep_the_law(
+    engines: dict[str, Engine], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control chooses, at costs that make every length the best of some."""
+    monkeypatch.setattr(engines["draft"], "costs", Costs((0.0, 0.02, 0.04, 0.06), (1.0, 1.1, 1.2, 1.3)))
+    pairs = first_two(engines["draft"], [START], rule, None, temperature=0.7)
+    assert len({len(outcome.parents) for outcome in pairs.outcomes}) > 1
+    assert chi_square(pairs.counts.sum(axis=1), law_of(P[START], 0.7)) > 0.001
+    assert chi_square(pairs.counts, joint_law(0.7)) > 0.001
 
 
 @pytest.mark.parametrize("engines", ["cpu"], indirect=True)

@@ -164,9 +164,9 @@ def test_what_parents_tell_is_made_once_for_all_tokens(tree: TokenTree) -> None:
 @settings(deadline=None, derandomize=True)
 def test_the_first_nodes_of_a_proposal_are_a_tree(tree: TokenTree, count: int) -> None:
     laws = {node: Law.certain(node + 1) for node in range(ROOT, len(tree.tokens))}
-    kept = Proposal(tree, laws.__getitem__, evidence=3).first(count)
+    kept = Proposal(tree, laws.__getitem__, confidence=tuple(range(9))[: len(tree.tokens)]).first(count)
     assert kept.tree == TokenTree(tree.tokens[:count], tree.parents[:count])
-    assert kept.evidence == 3
+    assert kept.confidence == tuple(range(len(kept.tree.tokens)))
     assert kept.q is not None and all(kept.q(node) is laws[node] for node in range(ROOT, len(kept.tree.tokens)))
 
 
