@@ -60,10 +60,11 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     eagle = open_eagle(request.eagle, target.config, request.eagle_taps) if request.eagle else None
     for note in (note for head in (medusa, eagle) if head for note in head.notes):
         _log.warning("%s", note)
-    context = _context(request, [checkpoint for checkpoint in (target, draft) if checkpoint])
+    context = _context(request, target)
+    reach = min(context, draft.config.max_positions) if draft else context  # behind that nothing is drafted
     verify = _widths(request, device, context)
     ids = eagle.config.draft_vocab_size if eagle else draft.config.vocab_size if draft else 0
-    drafted, widths = _drafts(request, draft_device, verify, ids), _draft_widths(request.tree, context)
+    drafted, widths = _drafts(request, draft_device, verify, ids), _draft_widths(request.tree, reach)
     draft_recipe = request.drafter.on(draft_device)
     if (medusa or eagle) and draft_recipe.dtype != recipe.dtype and draft_device.dtype == "float16":
         raise UsageError(
@@ -73,6 +74,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         raise UsageError(f"draft device {draft_device.name!r}: heads lie in one package with the target; leave it out")
     if medusa or eagle:  # a head reads what the target gives, and its matrices
         draft_recipe = request.drafter.on(device)
+    if draft and reach < context:
+        _log.warning("%s: was made for %d positions; texts longer than that go on without drafts", draft.name, reach)
     with new_folder(request.output, request.force, bundles.is_bundle) as folder:
         has_tokenizer = target.save_tokenizer(folder)
         vocab = target.config.vocab_size
@@ -85,9 +88,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         check_recipe("target", target, recipe)
         documents = _calibration(request, target, folder, allowed, context, progress)
         place = Place(folder, device, context, request, progress, documents, _package(folder, "target", device))
-        beside = replace(
-            place, device=draft_device, package=_package(folder, "draft", draft_device) if draft else place.package
-        )
+        package = _package(folder, "draft", draft_device) if draft else place.package
+        beside = replace(place, device=draft_device, context=reach, package=package)
         roles = {}
         if draft:
             one_call = draft_device.one_call if request.one_call is None else request.one_call
@@ -165,13 +167,12 @@ def _calibration(
     return read_calibration(request.calibration, writer_of(target, Tokenizer.in_folder(folder), allowed, context), progress)
 
 
-def _context(request: Request, checkpoints: list[Checkpoint]) -> int:
-    """The context asked for, which every model must have been made for; by default the most that all can, up to 1024."""
-    least = min(checkpoints, key=lambda checkpoint: checkpoint.config.max_positions)
-    most = least.config.max_positions
+def _context(request: Request, target: Checkpoint) -> int:
+    """The context asked for, which the target must have been made for; by default the most that it can, up to 1024."""
+    most = target.config.max_positions
     context = min(_CONTEXT, most) if request.context is None else request.context
     if context > most:
-        raise UsageError(f"context {context}: {least.name} was made for at most {most} positions; use --context {most}")
+        raise UsageError(f"context {context}: {target.name} was made for at most {most} positions; use --context {most}")
     return context
 
 

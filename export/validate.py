@@ -196,6 +196,7 @@ def _check_role(
     checks = compared.checks
     progress(f"validate: {role}", 1, 2 + len(widths))
     allowed = min(bundle.manifest.allowed_ids, bundle.role(role).vocab_size)
+    text = text[: sequence.role.context]
     windows = [range(min(3 * sequence.role.chunk, len(text))), range(max(len(text) - _END, 0), len(text))]
     rows = [row for window in windows for row in window]
     model = load_quietly(checkpoint)

@@ -67,7 +67,7 @@ def compare_device(bundle: Bundle, role: str, device: Device, text: Sequence[int
     found = []
     progress(f"validate: {role} on {device.name}", 0, len(widths))
     for done, width in enumerate(widths, 1):
-        count = min(_ROWS, len(text), _STEPS * width if emulated and width < here.role.chunk else _ROWS)
+        count = min(_ROWS, len(text), here.role.context, _STEPS * width if emulated and width < here.role.chunk else _ROWS)
         ids = text[:count]
         expected, logits = (walk(sequence, ids, width)[:, :allowed] for sequence in (here, there))
         found.append(agreement(role, width, expected, logits, against, _kv_error(here, there, count)))

@@ -57,7 +57,7 @@ def check_unrolled(engine: Engine, text: list[int]) -> list[Check]:
     checks = []
     name = engine.drafter_name
     quantised = any(role.quantised for role in engine.bundle.manifest.roles.values())
-    texts = [text[:length] for length in _TEXTS if length + 1 < engine.context]
+    texts = [text[:length] for length in _TEXTS if length + 1 < engine.draft_context]
     for shape in engine.expansions:
         found = unrolled_agreement(engine, texts, shape)
         graph = f"{name} chain {shape.depth}" if shape.is_chain else f"{name} tree"

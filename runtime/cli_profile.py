@@ -57,7 +57,7 @@ def _show(output: Output, profile: Profile) -> None:
     for width, ms in profile.t_ms.items():
         steps.add_row(f"{width} tokens", f"{ms:.2f}", f"{ms / profile.t_ms['1']:.2f}")
     output.console.print(steps)
-    table = rich.table.Table("gamma", "drafting ms", "rest ms", "rounds that draft", "tokens/round", "predicted", "measured")
+    table = rich.table.Table("gamma", "drafting ms", "host ms", "rounds that draft", "tokens/round", "predicted", "measured")
     for gamma in profile.gammas:
         found = profile.drafts[str(gamma)]
         times = (f"{found.d_ms:.2f}", f"{found.h_ms:.2f}", f"{found.drafting:.0%}", f"{found.tokens_per_round:.2f}")

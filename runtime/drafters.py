@@ -241,7 +241,7 @@ class DraftModel:
     def begin(self, prompt: Tokens[int], known: int = 0) -> int:
         sequence = self._sequence
         self._tree, self._fed = TokenTree.chain([]), []
-        text = prompt[: sequence.role.context][:-1]
+        text = prompt[:-1] if self.room(len(prompt)) else []
         kept = min(common_beginning(sequence.text, text), known)
         sequence.truncate(kept)
         sequence.prefill(text[kept:])

@@ -102,6 +102,11 @@ class Engine:
     def context(self) -> int:
         return self.bundle.manifest.context
 
+    @property
+    def draft_context(self) -> int:
+        """Length of text up to which the drafter drafts: a draft model's context may be shorter."""
+        return self._draft.role.context if self._draft else self.context
+
     def stream(
         self,
         prompt: Prompt,

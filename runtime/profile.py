@@ -17,7 +17,7 @@ from specedge.runtime.sample import Sampling
 if TYPE_CHECKING:
     from specedge.runtime.generate import Engine
 
-FORMAT = 1
+FORMAT = 2
 _PAST = 128  # tokens before the steps that are timed
 _STEPS, _BLOCKS = 6, 5  # of every width, in turn; the median of all
 _GAMMAS = (1, 2, 4, 8)
@@ -26,11 +26,10 @@ _MARGIN = 1.05  # speculation must promise this much, as `control` asks
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Rounds of one gamma: tokens each emitted, share of them that drafted anything, milliseconds of drafting and of the rest.
+    """Rounds of one gamma: tokens each emitted, share of them that drafted anything, milliseconds of drafting and of the host.
 
-    The rest, `h_ms`, is what a round takes beside drafting and the step as it is timed by itself: the host's work, and that
-    steps are slower with that in between. `speedup` is that over plain decoding of the same prompts in the same run, all
-    together.
+    `h_ms` is what a round takes beside drafting and its step. `speedup` is that over plain decoding of the same prompts in the
+    same run, all together.
     """
 
     tokens_per_round: float
@@ -42,7 +41,9 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Milliseconds of a target's step by width `t_ms`, of the rest of a plain round `h_ms`, and what drafting does by gamma.
+    """Milliseconds of a target's step by width `t_ms`, of the host in a plain round `h_ms`, and what drafting does by gamma.
+
+    Steps are timed by themselves, the rest while prompts are answered.
 
     `acceptance` is, of the longest chain, the share of drafting rounds that accepted each position.
     """
@@ -74,10 +75,10 @@ class Profile:
         return self._by_gamma(gamma, "d_ms") / self.plain_ms
 
     def predicted(self, gamma: int) -> float:
-        """S = E / (d + v + h), with E of the longest chain's acceptance (docs/contract.md)."""
+        """S = E / (d + v + h), with steps timed by themselves (docs/contract.md): whether these tell what rounds take."""
         drafting = self._by_gamma(gamma, "drafting")
-        expected = 1 + drafting * sum(self.acceptance[:gamma])
         step = drafting * self.step_ms(gamma + 1) + (1 - drafting) * self.step_ms(1)
+        expected = self._by_gamma(gamma, "tokens_per_round")
         return expected * self.plain_ms / (self._by_gamma(gamma, "d_ms") + step + self._by_gamma(gamma, "h_ms"))
 
     @property
@@ -152,9 +153,9 @@ def measure(
         FORMAT,
         engine.drafter_name,
         {str(width): ms for width, ms in t_ms.items()},
-        _rest_ms(totals[0], t_ms[1]),
+        _host_ms(totals[0]),
         tuple(totals[gammas[-1]].accepted_by_position),
-        {str(gamma): _drafting(totals[gamma], totals[0], t_ms[1], t_ms[gamma + 1]) for gamma in gammas},
+        {str(gamma): _drafting(totals[gamma], totals[0]) for gamma in gammas},
     )
 
 
@@ -195,20 +196,19 @@ def _time_steps(engine: "Engine", widths: Sequence[int]) -> dict[int, float]:
     return {width: median(found) for width, found in times.items()}
 
 
-def _drafting(total: Stats, plain: Stats, narrow_ms: float, wide_ms: float) -> Drafting:
+def _drafting(total: Stats, plain: Stats) -> Drafting:
     drafting = sum(drafted > 0 for drafted, _ in total.per_round) / max(total.rounds, 1)
     return Drafting(
         tokens_per_round=total.tokens_per_round,
         drafting=drafting,
         d_ms=1e3 * total.draft_seconds / max(total.rounds, 1),
-        h_ms=_rest_ms(total, drafting * wide_ms + (1 - drafting) * narrow_ms),
+        h_ms=_host_ms(total),
         speedup=total.tokens_per_second / plain.tokens_per_second,
     )
 
 
-def _rest_ms(total: Stats, step_ms: float) -> float:
-    """What a round takes beside drafting and its step."""
-    return 1e3 * (total.decode_seconds - total.draft_seconds) / max(total.rounds, 1) - step_ms
+def _host_ms(total: Stats) -> float:
+    return 1e3 * (total.decode_seconds - total.draft_seconds - total.verify_seconds) / max(total.rounds, 1)
 
 
 def _total(stats: Sequence[Stats]) -> Stats:

@@ -6,20 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import tiny
 from bundles import make
 from eagles import CHAIN, Chains
 from specedge.errors import SpecedgeError
-from specedge.runtime import Engine, Result, Sampling, TreeShape, load
+from specedge.runtime import Engine, Result, load
 from specedge.runtime.sequence import common_beginning
 from test_runtime_heads import random_heads
 
 NAMES = ("draft", "eagle1", "some3", "medusa", "lookup")
 DEVICES = ("cpu", "cpu-static")
-TREE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
 
 
 class Pairs:
@@ -83,32 +80,6 @@ def test_the_same_prompt_again(pairs: Pairs, name: str) -> None:
     for prompt in ([3, 4, 5, 3, 4], [3, 4, 5, 3, 4], [3, 4, 5], [3], [3], [3, 4, 5, 3, 4, 9]):
         result = same(lasting, fresh, prompt, gamma=3)
         assert result.stats.reused_tokens <= len(prompt) - 1
-
-
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-@pytest.mark.parametrize("name", NAMES)
-def test_whatever_came_before_a_request_is_that_of_a_fresh_engine(pairs: Pairs, name: str, data: st.DataObject) -> None:
-    """Requests, cancelled ones, plain and drafted ones, chains and trees, greedy and sampled, each a turn or a new text."""
-    lasting, fresh = pairs(name, data.draw(st.sampled_from(DEVICES)))
-    history: list[int] = []
-    for _ in range(data.draw(st.integers(2, 5))):
-        new = data.draw(st.lists(st.integers(3, CHAIN - 1), min_size=1, max_size=5))
-        start = data.draw(st.integers(0, min(len(history), 30)))
-        prompt = [*history[:start], *new]
-        kinds: list[dict[str, Any]] = [{"gamma": 3}, {"speculate": False}, {"tree": TREE}, {"gamma": 1}, {}]
-        options = data.draw(st.sampled_from(kinds))
-        if "tree" in options and name == "lookup":
-            options = {}
-        sampling = data.draw(st.sampled_from([Sampling(), Sampling(0.8, seed=4)]))
-        if cancelled := data.draw(st.integers(0, 6)):
-            stream = lasting.stream(prompt, sampling, max_new_tokens=10, **options)
-            ids = [token.id for token, _ in zip(stream, range(cancelled), strict=False)]
-            stream.close()
-        else:
-            ids = same(lasting, fresh, prompt, sampling=sampling, **options).ids
-        history = [*prompt, *ids]
-    same(lasting, fresh, [*history[:40], 5], gamma=3)
 
 
 @pytest.mark.parametrize("name", ["draft", "some3", "medusa"])

@@ -222,6 +222,19 @@ def test_a_stop_string_inside_or_across_bursts(
     assert engines["draft"].generate("a", Sampling(), 40, stop, speculate=False).ids == ids
 
 
+@pytest.mark.parametrize("gamma", [1, 4, 6])
+@pytest.mark.parametrize(("prompt", "text"), [("a", SPELLED), ("#", EMOJI)])
+def test_a_stop_string_at_every_offset_of_a_burst(engines: dict[str, Engine], prompt: str, text: str, gamma: int) -> None:
+    """A round is gamma + 1 tokens long here, and a stop string up to three characters."""
+    for start in range(len(text)):
+        for end in range(start + 1, min(start + 4, len(text) + 1)):
+            stream = engines["draft"].stream(prompt, Sampling(), 40, [text[start:end]], gamma)
+            told = [token.text for token in stream]
+            result = stream.result()
+            assert (result.text, result.finish_reason) == (text[:start], "stop") and "".join(told) == result.text
+            assert result.ids == ids_of(text[:end].encode())
+
+
 def test_no_part_of_a_stop_string_is_streamed(engines: dict[str, Engine]) -> None:
     for token in engines["draft"].stream("a", Sampling(), 40, ["STOP"], 3):
         assert not set(token.text) & set("STOP")

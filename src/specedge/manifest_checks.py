@@ -34,7 +34,9 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
     yield "allowed_ids (roles.target.vocab_size)", 1 <= manifest.allowed_ids <= target.vocab_size
     yield "tree (allowed_ids)", highest_rank(manifest.tree) < manifest.allowed_ids
     for name, role in manifest.roles.items():
-        yield f"roles.{name}.context", role.context == manifest.context and role.context <= role.kv.slots
+        yield f"roles.{name}.context", role.context <= role.kv.slots and (
+            role.context == manifest.context or (name == "draft" and 1 <= role.context < manifest.context)
+        )
         yield f"roles.{name}.chunk", 1 <= role.chunk <= role.context
         yield f"roles.{name}.mask_value", -math.inf < role.mask_value < 0
         yield f"roles.{name}.kv.layers", all(_past_inputs(graph) == 2 * role.kv.layers for graph in role.all_graphs)
