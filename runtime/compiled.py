@@ -142,6 +142,12 @@ def why_stale(bundle: Bundle, record: Compiled, provider: Provider) -> str | Non
     return None
 
 
+def works_alone(bundle: Bundle, graph: Graph) -> bool:
+    """Whether a graph is the one that does nearly all the work: of several that take turns none is."""
+    target = bundle.role("target")
+    return target.graphs == (graph,)
+
+
 def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None = None) -> OpenGraph:
     """A session over a graph: over its context where one is compiled for this machine, else over the graph itself.
 
@@ -162,8 +168,9 @@ def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None
         raise SpecedgeError(f"device {device.name!r}: {graph.file} was made for {made_for}; convert for this device")
     if device.package:
         return PackageFunction(bundle.file(graph.file), graph, device)
+    alone = works_alone(bundle, graph)
     if device.plugin is None or (provider := find_provider(device)).emulated:
-        return Session(bundle.file(graph.file), graph, device, threads)
+        return Session(bundle.file(graph.file), graph, device, threads, alone=alone)
     found = read_compiled(bundle, device)
     if len(found) > 1:
         raise SpecedgeError(f"{bundle.path / _FOLDER / device.name}: for {', '.join(found)}; leave the one of this device")
@@ -173,8 +180,8 @@ def open_graph(bundle: Bundle, graph: Graph, device: Device, threads: int | None
             if reason := why_stale(bundle, record, provider) or _damage(place, record):
                 remedy = f"spec-export compile {bundle.path} --device {device.name} --soc {soc}"
                 raise SpecedgeError(f"{place}: {reason}; {remedy}, or remove it")
-            return Session(resolve(place, record.graphs[graph.file]), graph, device, threads, context=True)
-    return Session(bundle.file(graph.file), graph, device, threads)
+            return Session(resolve(place, record.graphs[graph.file]), graph, device, threads, context=True, alone=alone)
+    return Session(bundle.file(graph.file), graph, device, threads, alone=alone)
 
 
 def _damage(place: Path, record: Compiled) -> str | None:

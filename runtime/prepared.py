@@ -29,7 +29,7 @@ from specedge.devices.device import Device
 from specedge.errors import SpecedgeError
 from specedge.manifest import Graph, Role
 from specedge.runtime.binding import OpenGraph
-from specedge.runtime.compiled import open_graph
+from specedge.runtime.compiled import open_graph, works_alone
 from specedge.runtime.session import PREPARED_GRAPH, PREPARED_WEIGHTS, VERSION, Session
 
 WORTH_IT = 16 << 20  # bytes of weights; fewer are copied as fast as they are mapped
@@ -66,7 +66,7 @@ class _Source:
     threads: int | None
 
     def open(self, path: Path) -> Session:
-        return Session(path, self.graph, self.device, self.threads)
+        return Session(path, self.graph, self.device, self.threads, alone=works_alone(self.bundle, self.graph))
 
 
 def open_plain(bundle: Bundle, role: Role, graph: Graph, device: Device, threads: int | None) -> Opened:
