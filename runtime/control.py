@@ -14,6 +14,7 @@ Weigh = Callable[[Sequence[float]], int]
 
 _MARGIN = 1.05  # speculation must promise this much over plain: the costs are known no better
 _PROBE_SHARE = 0.01  # of the time of plain rounds that probes of a drafter may take
+_LONGEST_WAIT = 4  # times as rare they become while they are in vain
 _DECAY = 0.95  # of what rounds of drafting earned and took, when another round comes
 _OPENING = 2.0  # rounds that earn what is expected, before any was seen
 
@@ -87,6 +88,7 @@ class Adaptive:
         self._most = self._least = self._drafted = self._taken = 0  # of this round
         probe = costs.draft[1] + costs.verify[1] - 1.0 if self._longest else 0.0
         self._patience = ceil(max(probe, 0.0) / _PROBE_SHARE)  # plain rounds before a probe
+        self._waits = self._patience  # the same, longer after every probe in vain
         self._plain_rounds = 0
         promised = self._speed_of(self._chances.rates())
         self._earned, self._spent = _OPENING * (promised if acceptance else max(promised, _MARGIN)), _OPENING
@@ -107,9 +109,10 @@ class Adaptive:
             return gamma
         self._plain_rounds += 1
         self._earned, self._spent = self._earned * _DECAY, self._spent * _DECAY  # so that a probe decides
-        if self._plain_rounds <= self._patience:
+        if self._plain_rounds <= self._waits:
             return 0
         self._plain_rounds, self._least = 0, 1
+        self._waits = min(2 * self._waits, _LONGEST_WAIT * self._patience)
         return 1
 
     def weigh(self, confidence: Sequence[float]) -> int:
@@ -128,7 +131,7 @@ class Adaptive:
             self._earned = self._earned * _DECAY + min(agreed, self._taken) + 1
             self._spent = self._spent * _DECAY + self._draft[self._drafted] + self._verify[self._taken]
             if agreed:  # look again soon
-                self._plain_rounds = self._patience
+                self._plain_rounds = self._waits = self._patience
 
     def _best(self, confidence: Sequence[float], least: int, most: int, drafted: int) -> int:
         """The most promising of `least` to `most` tokens, when so many are drafted already; plain decoding unless another
