@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -95,11 +96,11 @@ def test_it_comes_back_when_acceptance_rises(draft_cost: float, barren: int) -> 
     """A probe that succeeds is followed by another soon, so one chance is enough."""
     control = adaptive(draft_cost, lambda width: 1.0 + 0.2 * (width - 1))
     assert 0 in play(control, [NONE] * barren)[-2:]
-    assert min(play(control, [ALL] * 100)[-10:]) >= 3
+    assert min(play(control, [ALL] * 250)[-10:]) >= 3
 
 
 def test_more_acceptance_means_more_drafts() -> None:
-    nothing, little, much, everything = (play(adaptive(0.05), [accepted] * 40)[-1] for accepted in (0, 2, 4, WIDEST))
+    nothing, little, much, everything = (median(play(adaptive(0.05), [accepted] * 40)[-9:]) for accepted in (0, 2, 4, WIDEST))
     assert 0 == nothing < little < much < everything == WIDEST - 1
 
 
