@@ -13,6 +13,9 @@ _STATIC_COST = ((1, 1.0), (2, 1.3), (4, 1.8), (5, 2.1), (8, 2.7), (12, 3.3), (16
 # Large enough that exp() of a masked score is 0 beside any real one, small enough that score + mask stays finite in float16.
 _CPU_MASK = -30000.0
 
+CPU = "CPUExecutionProvider"
+"""The provider that every machine has."""
+
 _ANE_WIDEST = 16384  # the largest dimension that the Neural Engine takes
 
 # Registered for MLProgram by onnxruntime 1.28 to 1.32 (coreml_supported_mlprogram_ops.md in its package, and Gather, Pad,
@@ -76,7 +79,7 @@ _ROWS = (
     # steps of one; they are safe because this form gives the same bits at every width.
     Device(
         "cpu",
-        "CPUExecutionProvider",
+        CPU,
         "in-place",
         static=False,
         mask_value=_CPU_MASK,
@@ -103,7 +106,7 @@ _ROWS = (
     # differ by 1.5 (SmolLM2-135M), float32 ones keep it at 1e-4.
     Device(
         "cpu-static",
-        "CPUExecutionProvider",
+        CPU,
         "delta",
         static=True,
         mask_value=_CPU_MASK,
@@ -184,6 +187,13 @@ _ROWS = (
 )
 
 DEVICES = {row.name: row for row in _ROWS}
+
+
+def twin(device: Device) -> Device:
+    """What computes a device's graphs anywhere: the row that runs them on the CPU, or the evaluator of packages."""
+    if device.package:
+        return replace(device, package=replace(device.package, evaluated=True))
+    return next(row for row in _ROWS if row.provider == CPU and row.form == device.form)
 
 
 def get_device(name: str) -> Device:

@@ -23,6 +23,7 @@ from specedge.export.medusa import open_medusa
 from specedge.export.plan import check_recipe
 from specedge.export.request import Request
 from specedge.export.roles import DECODE, Place, write_model
+from specedge.export.self_checks import add_self_checks
 from specedge.export.self_text import writer_of
 from specedge.export.store import settle
 from specedge.export.unroll import Ranks
@@ -127,9 +128,11 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
             tree=request.tree,
             roles=roles,
             heads=heads,
+            checks={},
             files=_hash_files(folder),
         )
         (folder / bundles.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        add_self_checks(folder, {"target": device, "draft": draft_device}, progress)
     return bundles.open_bundle(request.output)
 
 

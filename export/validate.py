@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specedge.bundle import Bundle, changed_files, open_bundle
 from specedge.devices.device import Device
-from specedge.devices.table import get_device
+from specedge.devices.table import get_device, twin
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export.checkpoint import Checkpoint, load_quietly, open_checkpoint
 from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
@@ -26,7 +26,7 @@ from specedge.export.report import (
     mean_kl,
 )
 from specedge.export.self_text import Document
-from specedge.export.validate_device import agreement, compare_devices, compare_layers, device_checks, twin
+from specedge.export.validate_device import agreement, compare_devices, compare_layers, device_checks
 from specedge.export.validate_eagle import check_eagle
 from specedge.export.validate_heads import check_medusa, check_unrolled
 from specedge.export.validate_weights import compare_model, load_stored

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from specedge.bundle import Bundle
 from specedge.devices.device import Device
-from specedge.devices.table import DEVICES
+from specedge.devices.table import twin
 from specedge.errors import SpecedgeError
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint
@@ -31,7 +31,6 @@ from specedge.runtime.rope import rope_tables
 from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.session import Session
 
-_CPU = "CPUExecutionProvider"
 _MEAN = {True: 1e-3, False: 1e-4}  # of 1 - cosine over rows, for quantised and for float weights
 _WORST = 1e-2  # of one row
 _TOP1 = 0.03  # share of rows with another best token
@@ -40,13 +39,6 @@ _NEAR_TIE = 0.1  # of the CPU's two best logits
 _ROWS = 64  # of text
 PYTORCH = "PyTorch"
 _STEPS = 4  # of every narrow width, where steps are emulated
-
-
-def twin(device: Device) -> Device:
-    """What computes a device's graphs anywhere: the row that runs them on the CPU, or the evaluator of packages."""
-    if device.package:
-        return replace(device, package=replace(device.package, evaluated=True))
-    return next(row for row in DEVICES.values() if row.provider == _CPU and row.form == device.form)
 
 
 def compare_devices(

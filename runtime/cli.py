@@ -10,10 +10,10 @@ from specedge.runtime.cli_bench import bench_command
 from specedge.runtime.cli_chat import chat_command
 from specedge.runtime.cli_devices import compile_command, devices_command
 from specedge.runtime.cli_inspect import inspect_command
-from specedge.runtime.cli_options import BUNDLE, engine_options
+from specedge.runtime.cli_options import BUNDLE, Opening, drafting_options, opening_options
 from specedge.runtime.cli_plan import plan_command, tree_command
 from specedge.runtime.cli_profile import profile_command
-from specedge.runtime.generate import Engine, load
+from specedge.runtime.generate import Engine
 from specedge.runtime.grammar import Grammar, Kind
 from specedge.runtime.results import Result
 from specedge.runtime.rules import CHAIN_RULES, RULES
@@ -58,7 +58,8 @@ from specedge.tokenizer import Prompt
 )
 @click.option("--plain", is_flag=True, help="Do not speculate.")
 @click.option("--stats", is_flag=True, help="Print rounds, acceptance and speed afterwards.")
-@engine_options
+@opening_options
+@drafting_options
 @json_option
 def generate_command(
     bundle: Path,
@@ -84,13 +85,9 @@ def generate_command(
     grammar: Path | None,
     plain: bool,
     stats: bool,
-    device: str | None,
-    draft_device: str | None,
-    drafter: str | None,
+    opening: Opening,
     gamma: int | None,
     tree: Path | None,
-    threads: int | None,
-    allow_cpu_nodes: bool,
     json_file: str | None,
 ) -> None:
     """Generate text from a BUNDLE."""
@@ -119,7 +116,7 @@ def generate_command(
     shape = read_shape(tree) if tree else None
     form = _form(json_schema, regex, grammar)
     output = Output(json_file)
-    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes)
+    engine = opening.open(bundle)
     constraint = Grammar(engine, *form) if form else None
     by_default = not (plain or sampling.greedy or gamma is not None or shape)
     if by_default and rule in CHAIN_RULES and engine.default_tree and not engine.default_tree.is_chain:

@@ -9,8 +9,8 @@ import rich.table
 from specedge.errors import SpecedgeError
 from specedge.runtime import prompts
 from specedge.runtime.bench import Comparison, as_dict, bench
-from specedge.runtime.cli_options import BUNDLE, engine_options
-from specedge.runtime.generate import Engine, load
+from specedge.runtime.cli_options import BUNDLE, Opening, drafting_options, opening_options
+from specedge.runtime.generate import Engine
 from specedge.runtime.shape import read_shape
 from specedge.runtime.terminal import Command, Output, json_option
 
@@ -25,26 +25,23 @@ from specedge.runtime.terminal import Command, Output, json_option
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=96, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True)
-@engine_options
+@opening_options
+@drafting_options
 @json_option
 def bench_command(
     bundle: Path,
     prompts_file: Path | None,
     max_new_tokens: int,
     repeats: int,
-    device: str | None,
-    draft_device: str | None,
-    drafter: str | None,
+    opening: Opening,
     gamma: int | None,
     tree: Path | None,
-    threads: int | None,
-    allow_cpu_nodes: bool,
     json_file: str | None,
 ) -> None:
     """Time plain and speculative decoding of a BUNDLE in one run."""
     shape = read_shape(tree) if tree else None
     output = Output(json_file)
-    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes, reuse=False)
+    engine = opening.open(bundle, reuse=False)
     sets = prompt_sets(engine, prompts_file)
     with output.progress() as progress:
         results = bench(engine, sets, max_new_tokens, gamma, repeats, progress, shape)

@@ -13,8 +13,8 @@ import rich.live
 import rich.text
 
 from specedge.errors import SpecedgeError, UsageError
-from specedge.runtime.cli_options import BUNDLE, engine_options
-from specedge.runtime.generate import Engine, load
+from specedge.runtime.cli_options import BUNDLE, Opening, drafting_options, opening_options
+from specedge.runtime.generate import Engine
 from specedge.runtime.request import Stream
 from specedge.runtime.results import Stats, Token
 from specedge.runtime.sample import Sampling
@@ -34,7 +34,8 @@ _DRAFTED = "green"
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the first answer; the next ones count on from it.")
 @click.option("--plain", is_flag=True, help="Do not speculate.")
 @click.option("--color/--no-color", default=None, help="Colour drafts that were accepted (default: on a terminal).")
-@engine_options
+@opening_options
+@drafting_options
 def chat_command(
     bundle: Path,
     system: str | None,
@@ -45,13 +46,9 @@ def chat_command(
     seed: int,
     plain: bool,
     color: bool | None,
-    device: str | None,
-    draft_device: str | None,
-    drafter: str | None,
+    opening: Opening,
     gamma: int | None,
     tree: Path | None,
-    threads: int | None,
-    allow_cpu_nodes: bool,
 ) -> None:
     """Talk to a BUNDLE: a line is a message, /reset begins anew, Ctrl-C ends an answer, Ctrl-D or /exit the talk."""
     if plain and (gamma is not None or tree is not None):
@@ -61,7 +58,7 @@ def chat_command(
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
-    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes)
+    engine = opening.open(bundle)
     if engine.tokenizer is None:
         raise UsageError(f"chat: {bundle} has no tokenizer to talk with; use generate --ids")
     screen = _Screen(color)

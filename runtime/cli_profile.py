@@ -6,8 +6,7 @@ import click
 import rich.table
 
 from specedge.runtime.cli_bench import prompt_sets
-from specedge.runtime.cli_options import BUNDLE
-from specedge.runtime.generate import load
+from specedge.runtime.cli_options import BUNDLE, Opening, opening_options
 from specedge.runtime.kept_profile import write_profile
 from specedge.runtime.profile import Profile, measure
 from specedge.runtime.terminal import Command, Output, json_option
@@ -20,27 +19,19 @@ from specedge.runtime.terminal import Command, Output, json_option
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=8), default=48, show_default=True, help="Of every answer.")
 @click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--device", help="Row of the device table (default: the bundle's).")
-@click.option("--draft-device", help="Row that runs the drafter (default: the bundle's, or the target's).")
-@click.option("--drafter", help="Which of the bundle's drafters (default: its first).")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU provider (default: its choice).")
-@click.option("--allow-cpu-nodes", is_flag=True, help="Let a provider leave nodes to the CPU.")
+@opening_options
 @json_option
 def profile_command(
     bundle: Path,
     prompts_file: Path | None,
     max_new_tokens: int,
     repeats: int,
-    device: str | None,
-    draft_device: str | None,
-    drafter: str | None,
-    threads: int | None,
-    allow_cpu_nodes: bool,
+    opening: Opening,
     json_file: str | None,
 ) -> None:
     """Measure what decoding a BUNDLE costs here, and whether to speculate; engines use what is found from now on."""
     output = Output(json_file)
-    engine = load(bundle, device, draft_device, drafter, threads, allow_cpu_nodes=allow_cpu_nodes, reuse=False)
+    engine = opening.open(bundle, reuse=False)
     prompts = [prompt for prompts in prompt_sets(engine, prompts_file).values() for prompt in prompts]
     with output.progress() as progress:
         profile = measure(engine, prompts, max_new_tokens, repeats, progress)
@@ -48,7 +39,7 @@ def profile_command(
     if engine.default_tree:
         output.console.print("the bundle has a tree, which is drafted unless a request names a gamma")
     output.json(profile.as_dict())
-    kept = write_profile(profile, engine.bundle, engine.rows, threads)
+    kept = write_profile(profile, engine.bundle, engine.rows, opening.threads)
     output.console.print(f"kept for the engines of this machine: {kept}")
 
 

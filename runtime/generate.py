@@ -13,7 +13,7 @@ import numpy as np
 
 from specedge.bundle import Bundle, open_bundle
 from specedge.devices.device import Device
-from specedge.devices.table import get_device
+from specedge.devices.table import CPU, get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.runtime.constraint import Constraint
 from specedge.runtime.control import Adaptive, Control, Costs, Fixed
@@ -29,6 +29,7 @@ from specedge.runtime.request import Options, Request, Stream
 from specedge.runtime.results import Result
 from specedge.runtime.rules import Rule
 from specedge.runtime.sample import Sampling
+from specedge.runtime.self_check import check_model
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.unrolled import Expansion
 from specedge.tokenizer import Prompt, Tokenizer
@@ -49,6 +50,7 @@ class Engine:
         prepare: bool | None = None,
         reuse: bool = True,
         profile: bool = True,
+        self_check: bool | None = None,
     ) -> None:
         manifest = bundle.manifest
         self.bundle, self.reuse = bundle, reuse
@@ -69,6 +71,10 @@ class Engine:
         self._draft = models[1].sequence() if models[1:] else None
         self._unrolling = models[1].unrolling(self._draft) if self._draft else None
         self._busy = threading.Lock()
+        for role, model, sequence in zip(("target", "draft"), models, (self.target, self._draft), strict=False):
+            row = model.device
+            if sequence and (self_check or (self_check is None and row.provider != CPU and not find_provider(row).emulated)):
+                check_model(bundle, role, model, sequence)
         self.profile = read_profile(bundle, self.rows, self.drafter_name, threads) if profile else None
         """What was measured here (`profile.measure`); control rests on it instead of the device rows."""
 
@@ -330,6 +336,7 @@ def load(
     allow_cpu_nodes: bool = False,
     reuse: bool = True,
     profile: bool = True,
+    self_check: bool | None = None,
 ) -> Engine:
     """Open a bundle on a device and its drafter on another; the default are those it was made for.
 
@@ -341,14 +348,17 @@ def load(
     of the one before, answer included: the next turn of a conversation. With `profile` adaptive requests rest on what was
     measured here, if anything was; without, on the device rows alone, which are the same everywhere.
 
+    A device that is not the CPU is first asked whether it computes what the bundle's self-check holds; what passed on this
+    hardware and driver is not asked again. `self_check=True` asks emulators too, `False` nobody.
+
     Raises:
-        SpecedgeError: The bundle is damaged, or the device cannot run it.
+        SpecedgeError: The bundle is damaged, the device cannot run it, or computes something else.
     """
     bundle = open_bundle(path)
     row, draft_row = rows_of(bundle, device, draft_device)
     if allow_cpu_nodes:
         row, draft_row = (replace(one, whole=False) for one in (row, draft_row))
-    return Engine(bundle, row, draft_row, drafter, threads, prepare, reuse, profile)
+    return Engine(bundle, row, draft_row, drafter, threads, prepare, reuse, profile, self_check)
 
 
 def rows_of(bundle: Bundle, device: str | None, draft_device: str | None) -> tuple[Device, Device]:

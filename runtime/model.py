@@ -36,7 +36,8 @@ class Model:
         prepare: bool | None = None,
     ) -> None:
         self.role = bundle.role(role_name)
-        self._bundle, self._device, self._threads = bundle, device, threads
+        self.device = device
+        self._bundle, self._threads = bundle, threads
         if self.role.form != device.form:
             raise SpecedgeError(
                 f"device {device.name!r}: runs the {device.form} form, {bundle.path} holds {role_name} in the "
@@ -72,7 +73,7 @@ class Model:
         """What can be drafted in one call behind the text of `sequence`."""
 
         def session(graph: Graph) -> OpenGraph:
-            return open_graph(self._bundle, graph, self._device, self._threads)
+            return open_graph(self._bundle, graph, self.device, self._threads)
 
         return Unrolling(self.role, sequence.cache, self.tables, session)
 

@@ -31,6 +31,16 @@ class Provider:
     evaluated: bool = False
 
     @property
+    def hardware(self) -> str:
+        """What runs it, as far as onnxruntime tells: vendor, device and what its provider says of it, driver included."""
+        found = []
+        for one in self.devices:
+            told = {**dict(one.device.metadata), **dict(one.ep_metadata)}
+            known = ", ".join(f"{key} {value}" for key, value in sorted(told.items()) if value and "path" not in key)
+            found.append(f"{one.ep_vendor} {one.device.vendor_id:#x}:{one.device.device_id:#x} {known}".strip())
+        return "; ".join(found) or f"{self.device.provider} {self.version} on {platform.platform()}"
+
+    @property
     def emulated(self) -> bool:
         """Whether the device is not here: numbers are right, times mean nothing."""
         return self.soc is not None or self.evaluated

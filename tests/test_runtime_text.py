@@ -31,7 +31,7 @@ def make_tokenizer(folder: Path, template: str | None = None) -> Tokenizer:
     f_tok(folder, extra_tokens=["<|im_start|>", "<|im_end|>"], chat_template=template)
     files = {file.name: File(file.stat().st_size, bundle_file.sha256(file)) for file in folder.iterdir()}
     return Tokenizer.of(
-        Bundle(folder, Manifest(1, {}, {}, "cpu", "cpu", (1,), 64, 261, (), None, ("lookup",), (), {}, {}, files))
+        Bundle(folder, Manifest(1, {}, {}, "cpu", "cpu", (1,), 64, 261, (), None, ("lookup",), (), {}, {}, {}, files))
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-SCHEMA = 7
+SCHEMA = 8
 PIECED = ("logits", "head_logits")
 """Outputs that may come in pieces of their last dimension, `logits_0`, `logits_1` ..."""
 EMBEDDING = "embed_tokens.weight"
@@ -204,11 +204,27 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """A text, and what a role's graphs make of it on a device that is trusted: `logits[row][column]` of these `columns`.
+
+    It is read in steps of every width that the graphs have, narrow ones first, one behind the other as far as they fit the
+    context; rows are the first and the last of each. A row differs by the norm of its difference over that of the expected row
+    about its mean, on a sound device by `tolerance` at most.
+    """
+
+    ids: tuple[int, ...]
+    columns: tuple[int, ...]
+    logits: tuple[tuple[float, ...], ...]
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The whole contract of a bundle; target and drafter were made for the rows `device` and `draft_device`.
 
     `allowed_ids` is the number of ids the tokenizer knows; rows beyond are masked. `tree` lists the paths of
-    the draft tree (docs/contract.md), none for chains.
+    the draft tree (docs/contract.md), none for chains. `checks` are of the roles that were made for another provider than the
+    CPU's.
     """
 
     schema: int
@@ -225,6 +241,7 @@ class Manifest:
     tree: tuple[tuple[int, ...], ...]
     roles: dict[str, Role]
     heads: dict[str, Head]
+    checks: dict[str, SelfCheck]
     files: dict[str, File]
 
     def to_json(self) -> str:

@@ -34,8 +34,10 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
     yield "allowed_ids (roles.target.vocab_size)", 1 <= manifest.allowed_ids <= target.vocab_size
     yield "tree (allowed_ids)", highest_rank(manifest.tree) < manifest.allowed_ids
     for name, role in manifest.roles.items():
-        yield f"roles.{name}.context", role.context <= role.kv.slots and (
-            role.context == manifest.context or (name == "draft" and 1 <= role.context < manifest.context)
+        yield (
+            f"roles.{name}.context",
+            role.context <= role.kv.slots
+            and (role.context == manifest.context or (name == "draft" and 1 <= role.context < manifest.context)),
         )
         yield f"roles.{name}.chunk", 1 <= role.chunk <= role.context
         yield f"roles.{name}.mask_value", -math.inf < role.mask_value < 0
@@ -59,6 +61,17 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
                     and _is_fed(unrolled.graph, role)
                 ),
             )
+    for name, check in manifest.checks.items():
+        columns, allowed = list(check.columns), manifest.allowed_ids
+        yield (
+            f"checks.{name}",
+            name in manifest.roles
+            and bool(check.ids)
+            and columns == sorted({*columns})
+            and all(0 <= one < allowed for one in (*check.ids, *columns))
+            and all(len(row) == len(columns) > 1 and all(map(math.isfinite, row)) for row in check.logits)
+            and 0 < check.tolerance < 1,
+        )
     features = {_outputs(graph).get("hidden") or _outputs(graph).get("features") for graph in target.graphs}
     yield "roles.target.graphs (hidden)", all(spec is None or len(spec[1]) == 3 for spec in features)
     for name, head in manifest.heads.items():
