@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from specedge.devices.operators import Operators
+
 Form = Literal["in-place", "delta"]
 Float = Literal["float32", "float16"]
 
@@ -29,14 +31,14 @@ class Plugin:
     """
 
     package: str  # its import name
-    sdk: str  # where in it the version stands of what it is built on: module.attribute
     extra: str  # of this project's, which installs it
-    options: Options  # of every session
-    soc_options: Options  # where it compiles for another machine than this one, or emulates it
-    hardware_options: Options  # on the device itself
-    compile_options: Options  # ahead of time
-    diagnosis: Options  # to learn why a node was not taken
-    socs: tuple[Soc, ...]  # what it compiles for; the first is emulated unless another is asked for
+    options: Options = ()  # of every session
+    sdk: str = ""  # where in it the version stands of what it is built on: module.attribute
+    soc_options: Options = ()  # where it compiles for another machine than this one, or emulates it
+    hardware_options: Options = ()  # on the device itself
+    compile_options: Options = ()  # ahead of time
+    diagnosis: Options = ()  # to learn why a node was not taken
+    socs: tuple[Soc, ...] = ()  # what it compiles for; the first is emulated unless another is asked for
 
     def soc(self, name: str | None) -> Soc:
         """One by its name.
@@ -45,6 +47,19 @@ class Plugin:
             KeyError: There is none.
         """
         return self.socs[0] if name is None else {soc.name: soc for soc in self.socs}[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Providers that the system keeps and updates, found through a package of its own; the first of them that has a device.
+
+    `kinds` are the hardware it is wanted for, in order, by onnxruntime's names.
+    """
+
+    package: str  # its import name
+    extra: str  # of this project's, which installs it
+    providers: tuple[str, ...]
+    kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +121,12 @@ class Device:
     verified: str = "nothing"  # what of it was ever checked, and how
     whole: bool = True  # whether every node must run on the provider; one left to the CPU is an error
     contrib: bool = True  # whether it has onnxruntime's own operators: without, weights are floats
-    ops: tuple[str, ...] = ()  # all the operators it takes, where it does not take all that a graph may have
+    operators: Operators | None = None  # what it takes; None where it takes all that a graph may have
     options: Options = ()  # of a provider that is part of onnxruntime; {cache} is a folder for these very graphs
     plugin: Plugin | None = None  # None: the provider is part of onnxruntime
+    catalog: Catalog | None = None  # None: there is one provider, which has a name
+    plans_memory: bool = True  # whether onnxruntime may plan a static graph's memory for it
+    rebinds: bool = False  # whether inputs must be bound anew before every run, or it computes with what they held before
     package: Package | None = None  # None: the provider runs ONNX graphs
 
     def __post_init__(self) -> None:

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from specedge.devices.device import Device, Package, Plugin, Soc
+from specedge.devices.device import Catalog, Device, Package, Plugin, Soc
+from specedge.devices.operators import CORE_ML, DIRECT_ML, OPENVINO
 from specedge.errors import SpecedgeError
 
 # SmolLM2-135M in INT4 on two cores with AVX512-VNNI, 128 to 512 tokens of past: between its exact Q4_1 grid (1.17, 1.33, 1.67,
@@ -17,16 +18,6 @@ CPU = "CPUExecutionProvider"
 """The provider that every machine has."""
 
 _ANE_WIDEST = 16384  # the largest dimension that the Neural Engine takes
-
-# Registered for MLProgram by onnxruntime 1.28 to 1.32 (coreml_supported_mlprogram_ops.md in its package, and Gather, Pad,
-# BatchNormalization, ReduceMin and ReduceProd, which that list leaves out). Reciprocal adds 1e-4: graphs here have Div.
-_CORE_ML_OPS = """
-    Add And ArgMax AveragePool BatchNormalization Cast Ceil Clip Concat Conv ConvTranspose Cos DepthToSpace Div Elu Erf Exp
-    Gather GatherND Gelu Gemm GlobalAveragePool GlobalMaxPool GridSample GroupNormalization HardSigmoid Identity
-    InstanceNormalization LayerNormalization LeakyRelu MatMul Max MaxPool Mul PRelu Pad Pow Reciprocal ReduceMax ReduceMean
-    ReduceMin ReduceProd ReduceSum Relu Reshape Resize Round Shape Sigmoid Sin Slice Softmax Softplus Split Sqrt Squeeze Sub
-    Tanh Tile Transpose Unsqueeze Where
-"""
 
 _EXECUTORCH = "pytorch/executorch, backends/qualcomm/serialization/qc_schema.py"
 _QNN = Plugin(
@@ -50,6 +41,26 @@ _QNN = Plugin(
     ),
 )
 
+_OPENVINO = Plugin(
+    package="onnxruntime_ep_openvino",
+    extra="openvino",
+    # On a CPU it would compute in bfloat16 and round activations to int8: errors of 5e-3, where these leave 1e-6.
+    options=(("load_config", '{{"CPU": {{"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}}}}'),),
+)
+
+# VitisAI takes models of INT8 or bfloat16 only, none of these.
+_WINDOWS_ML = Catalog(
+    package="windowsml",
+    extra="windowsml",
+    providers=(
+        "QNNExecutionProvider",
+        "OpenVINOExecutionProvider",
+        "NvTensorRTRTXExecutionProvider",
+        "MIGraphXExecutionProvider",
+    ),
+    kinds=("NPU", "GPU"),
+)
+
 # Apple's Neural Engine. It is wrong on, or leaves, 4-bit weights with several scales in a row.
 _ANE = Device(
     "coreml-ane",
@@ -71,6 +82,34 @@ _ANE = Device(
     verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
     verified="numbers, by an evaluator of the saved package; never on a Mac",
     package=Package("CPU_AND_NE", "iOS18", 15, _ANE_WIDEST, blocks=False),
+)
+
+# A GPU of any maker, on Windows. GroupQueryAttention is left out: its bias, and queries of several rows behind a past, are not
+# DirectML's. It multiplies 4-bit weights after making floats of them, so they save memory and not time (8.8 tokens/s against
+# 46.8 on one device). A graph recorded once would replay faster, but gave wrong logits on some devices, says
+# onnxruntime-genai, which leaves it off.
+_DIRECT_ML = Device(
+    "directml",
+    "DmlExecutionProvider",
+    "delta",
+    static=True,
+    mask_value=-10000.0,
+    accuracy_level=0,
+    widest_block=32,
+    dtype="float16",
+    embeds=True,  # it has no GatherBlockQuantized
+    widest_output=None,
+    ragged=False,  # "K % block_size == 0"
+    pads=True,
+    zero_points=True,
+    prepares=False,
+    one_call=False,
+    default_widths=(1, 5),
+    verify_cost=_STATIC_COST,  # assumed, until one is measured on a GPU
+    verified="numbers of the graphs, on the CPU provider; never on Windows",
+    operators=DIRECT_ML,
+    options=(("performance_preference", "high_performance"),),  # of two GPUs the faster
+    plans_memory=False,  # the provider's documentation: no memory pattern, one operator after the other
 )
 
 _ROWS = (
@@ -176,13 +215,54 @@ _ROWS = (
         verify_cost=_STATIC_COST,  # assumed, until one is measured on a Mac
         verified="numbers of the graphs, on the CPU provider; never on a Mac",
         contrib=False,
-        ops=tuple(_CORE_ML_OPS.split()),
+        operators=CORE_ML,
         options=(
             ("ModelFormat", "MLProgram"),
             ("MLComputeUnits", "ALL"),
             ("RequireStaticInputShapes", "1"),
             ("ModelCacheDirectory", "{cache}"),  # its own keys know neither the weights nor the version
         ),
+    ),
+    # Intel's NPUs, GPUs and CPUs: what is here, in this order. NPUs want static shapes and symmetric 4 bits; whether they take
+    # 8-bit tables nobody says, so the host looks embeddings up.
+    Device(
+        "openvino",
+        "OpenVINOExecutionProvider",
+        "delta",
+        static=True,
+        mask_value=-10000.0,
+        accuracy_level=0,
+        widest_block=32,
+        dtype="float16",
+        embeds=True,
+        widest_output=None,
+        ragged=False,
+        pads=True,
+        zero_points=False,
+        prepares=False,
+        one_call=False,
+        default_widths=(1, 5),
+        verify_cost=_STATIC_COST,  # assumed, until one is measured on an NPU
+        verified="numbers and times, on its CPU device; never on an Intel NPU or GPU",
+        operators=OPENVINO,
+        plugin=_OPENVINO,
+        rebinds=True,  # seen with 1.8.1: the second run of a binding gives the first one's results
+    ),
+    _DIRECT_ML,
+    # What Windows keeps for the hardware at hand: an NPU before a GPU. Every one of its providers takes the graphs of DirectML,
+    # with logits in pieces for Qualcomm's, and rows filled up without a Pad.
+    replace(
+        _DIRECT_ML,
+        name="windowsml",
+        provider="Windows ML",
+        mask_value=-1000.0,
+        widest_output=4096,
+        pads=False,
+        zero_points=False,
+        verified="numbers of the graphs, on the CPU provider; never on Windows",
+        options=(),
+        plans_memory=True,
+        catalog=_WINDOWS_ML,
     ),
 )
 

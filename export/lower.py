@@ -48,8 +48,9 @@ def lower(
         attach.rest(inputs[name], weights[name])
     if device.form == "in-place":
         _fuse_norms(graph)
-    if device.ops:
-        spell_out(graph, device)
+    if device.operators:
+        spell_out(graph, device.operators)
+        model.opset_imports[""] = min(device.operators.opset, model.opset_imports[""])
     if device.contrib:
         model.opset_imports.setdefault(_CONTRIB, 1)
 

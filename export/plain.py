@@ -8,18 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specedge.devices.device import Device
+from specedge.devices.operators import Operators
 from specedge.export.rewriting import take_place
 
 NORM_FLOOR = 2.0**-6
 """Least of the number that a row is divided by before it is squared, in an RMSNorm: its largest value, or this."""
 
 
-def spell_out(graph: ir.Graph, device: Device) -> None:
-    """Replace what the device's provider does not take and others can stand for: RMSNormalization, and an idle Expand."""
+def spell_out(graph: ir.Graph, operators: Operators) -> None:
+    """Replace what a provider does not take and others can stand for: RMSNormalization, and an idle Expand."""
     writer = _Writer(graph)
     for node in list(graph):
-        if node.op_type in device.ops:
+        if operators.takes(_name(node)):
             continue
         if node.op_type == "RMSNormalization":
             take_place(graph, node, writer.rms_norm(node))
@@ -45,8 +45,8 @@ class Preflight:
         return f"takes {taken} of {self.nodes} nodes, in {self.partitions} parts, and leaves {left}"
 
 
-def preflight(graph: ir.Graph, device: Device) -> Preflight:
-    """A graph against the operators that the device's provider is documented to take.
+def preflight(graph: ir.Graph, operators: Operators) -> Preflight:
+    """A graph against what a provider is documented to take.
 
     What is computed of constants alone is not counted: onnxruntime does that once, before it asks a provider.
     """
@@ -57,9 +57,22 @@ def preflight(graph: ir.Graph, device: Device) -> Preflight:
             fixed.update(node.outputs)
         else:
             nodes.append(node)
-    taken = [node for node in nodes if node.op_type in device.ops and not node.domain]
-    left = Counter(node.op_type for node in nodes if node not in set(taken))
-    return Preflight(len(nodes), dict(left), _parts(taken))
+    reasons = {node: _why_left(node, operators) for node in nodes}
+    taken = [node for node, reason in reasons.items() if reason is None]
+    return Preflight(len(nodes), dict(Counter(reason for reason in reasons.values() if reason)), _parts(taken))
+
+
+def _why_left(node: ir.Node, operators: Operators) -> str | None:
+    """The operator that a provider does not take, with the type if it is that; None if it does."""
+    name, first = _name(node), node.inputs[0] if node.inputs else None
+    if not operators.takes(name):
+        return name
+    dtype = str(first.dtype.numpy()) if first is not None and first.dtype is not None else None
+    return None if dtype is None or operators.takes_type(name, dtype) else f"{name} of {dtype}"
+
+
+def _name(node: ir.Node) -> str:
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
 
 
 def _parts(nodes: list[ir.Node]) -> int:

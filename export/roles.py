@@ -77,7 +77,7 @@ class GraphWriter:
         file = f"{self.start}{name}.onnx"
         device = self.place.device
         lower(model, self.weights, device, file)
-        if device.ops and (found := preflight(model.graph, device)).left:
+        if device.operators and (found := preflight(model.graph, device.operators)).left:
             if not self.place.request.allow_cpu_nodes:
                 raise SpecedgeError(f"{file}: {device.provider} {found} to the CPU; allow it (--allow-cpu-nodes)")
             _log.warning("%s: %s %s to the CPU", file, device.provider, found)

@@ -53,7 +53,7 @@ def compile_bundle(bundle: Bundle, device: Device, soc: str | None, progress: Pr
         SpecedgeError: A node is left to the CPU (all are listed, with reasons), the provider is not here, a file of the
             bundle is not what its manifest says.
     """
-    if device.plugin is None:
+    if device.plugin is None or not device.plugin.socs:
         raise UsageError(f"device {device.name!r}: runs its graphs as they are, there is nothing to compile")
     groups = _groups(bundle, device)
     if not groups:

@@ -2,28 +2,35 @@
 
 import importlib
 import platform
+import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from itertools import product
 from typing import Any
 
 import onnxruntime as ort
 
-from specedge.devices.device import Device, Options, Package, Plugin, Soc
+from specedge.devices.device import Catalog, Device, Options, Package, Plugin, Soc
 from specedge.errors import SpecedgeError, UsageError, first_line
 from specedge.mlpackage import import_coremltools
 
 _registering = threading.Lock()
+_TELLING = re.compile(r"name|driver|version|device_id|architecture", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
     """A row's execution provider as it is found here.
 
-    `sdk` is what a plug-in is built on, `soc` what it compiles for and emulates (None on the device itself), `devices` are
-    onnxruntime's, of a plug-in. `evaluated` says that it is not Core ML that runs a package.
+    `name` is what onnxruntime calls it. `sdk` is what a plug-in is built on, `soc` what it compiles for and emulates (None on
+    the device itself), `devices` are onnxruntime's, of what it does not bring itself. `evaluated` says that it is not Core ML
+    that runs a package.
     """
 
     device: Device
+    name: str
     version: str
     sdk: str
     soc: Soc | None
@@ -32,11 +39,11 @@ class Provider:
 
     @property
     def hardware(self) -> str:
-        """What runs it, as far as onnxruntime tells: vendor, device and what its provider says of it, driver included."""
+        """What runs it, as far as onnxruntime tells: vendor, device, and what is said of names, drivers and versions."""
         found = []
         for one in self.devices:
             told = {**dict(one.device.metadata), **dict(one.ep_metadata)}
-            known = ", ".join(f"{key} {value}" for key, value in sorted(told.items()) if value and "path" not in key)
+            known = ", ".join(str(value) for key, value in sorted(told.items()) if value and _TELLING.search(key))
             found.append(f"{one.ep_vendor} {one.device.vendor_id:#x}:{one.device.device_id:#x} {known}".strip())
         return "; ".join(found) or f"{self.device.provider} {self.version} on {platform.platform()}"
 
@@ -46,9 +53,10 @@ class Provider:
         return self.soc is not None or self.evaluated
 
     def options(self, more: Options = (), **values: str) -> dict[str, str]:
-        """The plug-in's options for a session."""
+        """The plug-in's options for a session; providers of a catalog have none of their own."""
         plugin = self.device.plugin
-        assert plugin is not None
+        if plugin is None:
+            return {}
         if self.soc:
             values |= {"model": str(self.soc.model), "architecture": str(self.soc.architecture)}
         own = plugin.soc_options if self.soc else plugin.hardware_options
@@ -64,13 +72,15 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
     plugin = device.plugin
     if device.package:
         return _find_core_ml(device, device.package)
+    if device.catalog:
+        return _find_in_catalog(device, device.catalog)
     if plugin is None:
         here = ort.get_available_providers()
         if soc is not None:
             raise UsageError(f"soc {soc!r}: device {device.name!r} compiles for none; leave it out")
         if device.provider not in here:
             raise SpecedgeError(f"device {device.name!r}: needs {device.provider}, onnxruntime here has {', '.join(here)}")
-        return Provider(device, ort.__version__, "", None)
+        return Provider(device, device.provider, ort.__version__, "", None)
     chosen = _soc(device.name, plugin, soc)
     try:
         package = importlib.import_module(plugin.package)
@@ -91,7 +101,8 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
             found = _devices(device.provider)
     if not found:
         raise SpecedgeError(f"device {device.name!r}: {device.provider} finds no device of its own on this machine")
-    return Provider(device, str(package.__version__), _sdk(plugin), chosen, found)
+    version = metadata.version(plugin.package.replace("_", "-"))
+    return Provider(device, device.provider, version, _sdk(plugin), chosen, found)
 
 
 def _find_core_ml(device: Device, package: Package) -> Provider:
@@ -99,7 +110,56 @@ def _find_core_ml(device: Device, package: Package) -> Provider:
     system = platform.mac_ver()[0]
     if system and not package.evaluated and int(system.split(".")[0]) < package.macos:
         raise SpecedgeError(f"device {device.name!r}: its packages need macOS {package.macos}, this is {system}")
-    return Provider(device, version, f"macOS {system}" if system else "", None, evaluated=package.evaluated or not system)
+    evaluated = package.evaluated or not system
+    return Provider(device, device.provider, version, f"macOS {system}" if system else "", None, evaluated=evaluated)
+
+
+def _find_in_catalog(device: Device, catalog: Catalog) -> Provider:
+    """The first provider of the system's catalog that has a device of the kinds wanted; none is downloaded."""
+    try:
+        package = importlib.import_module(catalog.package)
+    except (ImportError, OSError) as error:
+        raise SpecedgeError(
+            f"device {device.name!r}: needs {device.provider}, which is not here ({first_line(error)}); on Windows, "
+            f"pip install 'specedge[{catalog.extra}]'"
+        ) from error
+    with _registering, package.EpCatalog() as listed:
+        for one in listed.find_all_providers():
+            if one.ready_state == package.EpReadyState.NotPresent or _listed(one.name, catalog) is None or _devices(one.name):
+                continue
+            try:
+                one.ensure_ready()
+                ort.register_execution_provider_library(one.name, one.library_path)
+            except Exception as error:  # onnxruntime raises its own unrelated exception types
+                raise SpecedgeError(f"device {device.name!r}: {one.name} cannot be loaded ({first_line(error)})") from error
+    return choose(device, catalog, ort.get_ep_devices())
+
+
+def choose(device: Device, catalog: Catalog, devices: Sequence[Any]) -> Provider:
+    """Of onnxruntime's devices the first of the kinds and providers that a catalog is wanted for.
+
+    Raises:
+        SpecedgeError: There is none.
+    """
+    for kind, name in product(catalog.kinds, catalog.providers):
+        for one in devices:
+            if _kind(one) == kind and _listed(one.ep_name, catalog) == name:
+                version = dict(one.ep_metadata).get("version", ort.__version__)
+                return Provider(device, one.ep_name, version, device.provider, None, (one,))
+    here = ", ".join(sorted({f"{one.ep_name} ({_kind(one)})" for one in devices})) or "none"
+    raise SpecedgeError(
+        f"device {device.name!r}: {device.provider} has no {' or '.join(catalog.kinds)} here for "
+        f"{', '.join(catalog.providers)}; onnxruntime lists {here}"
+    )
+
+
+def _listed(name: str, catalog: Catalog) -> str | None:
+    """A provider as the row spells it: catalogs spell one in two ways."""
+    return next((known for known in catalog.providers if known.lower() == name.lower()), None)
+
+
+def _kind(one: Any) -> str:
+    return str(one.device.type.name)
 
 
 def probe(device: Device) -> Provider | str:
@@ -111,12 +171,15 @@ def probe(device: Device) -> Provider | str:
 
 
 def _devices(provider: str) -> tuple[Any, ...]:
-    """The NPUs of a plug-in; where onnxruntime lists none of a kind of its own, what it does list."""
+    """A plug-in's devices, of the best kind that is here: NPUs, else GPUs, else what it lists besides."""
     found = tuple(one for one in ort.get_ep_devices() if one.ep_name == provider)
-    return tuple(one for one in found if one.device.type == ort.OrtHardwareDeviceType.NPU) or found
+    best = next((kind for kind in ("NPU", "GPU") if any(_kind(one) == kind for one in found)), None)
+    return tuple(one for one in found if best in (None, _kind(one)))
 
 
 def _sdk(plugin: Plugin) -> str:
+    if not plugin.sdk:
+        return ""
     module, _, attribute = plugin.sdk.rpartition(".")
     try:
         return str(getattr(importlib.import_module(f"{plugin.package}.{module}"), attribute))
@@ -125,11 +188,13 @@ def _sdk(plugin: Plugin) -> str:
 
 
 def _soc(name: str, plugin: Plugin, soc: str | None) -> Soc | None:
-    """What is compiled for: the machine itself on the device, unless another is named."""
+    """What is compiled for: the machine itself on the device, unless another is named, or nothing is compiled elsewhere."""
+    if soc is None and not plugin.socs:
+        return None
     if soc is None and platform.machine().lower() in ("aarch64", "arm64"):
         return None
     try:
         return plugin.soc(soc)
     except KeyError:
-        known = ", ".join(one.name for one in plugin.socs)
+        known = ", ".join(one.name for one in plugin.socs) or "none; leave it out"
         raise UsageError(f"soc {soc!r}: device {name!r} knows {known}") from None

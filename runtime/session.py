@@ -16,6 +16,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from specedge.devices.device import Device, Options
+from specedge.devices.table import CPU
 from specedge.errors import SpecedgeError, first_line
 from specedge.manifest import Graph, TensorSpec
 from specedge.runtime.kept import kept_folder
@@ -54,7 +55,7 @@ class Session:
         context: bool = False,
         alone: bool = True,
     ) -> None:
-        provider = find_provider(device)
+        provider, self._rebinds = find_provider(device), device.rebinds
         try:
             options = _options(device, threads)
             options.add_session_config_entry(*(_SPIN_ON if alone else _SLEEP))
@@ -70,8 +71,11 @@ class Session:
                 raise SpecedgeError(f"{path}: {device.provider} leaves to the CPU {', '.join(left)}; {_ALLOW}") from error
             again = "compile" if context else "convert"
             raise SpecedgeError(f"{path}: onnxruntime cannot open it ({first_line(error)}); {again} again") from error
-        if self._session.get_providers()[0] != device.provider:
+        if self._session.get_providers()[0] != provider.name:
             raise SpecedgeError(f"device {device.name!r}: onnxruntime fell back to {self._session.get_providers()}")
+        if device.whole and (elsewhere := {name: count for name, count in self.nodes.items() if name != provider.name}):
+            taken = ", ".join(f"{count} nodes to {name}" for name, count in elsewhere.items())
+            raise SpecedgeError(f"{path}: {provider.name} silently left {taken}; {_ALLOW}")
         for kind, found, expected in (
             ("input", self._session.get_inputs(), graph.inputs),
             ("output", self._session.get_outputs(), graph.outputs),
@@ -85,24 +89,31 @@ class Session:
 
     def bind(self) -> "OrtBinding":
         """Fresh bindings of this graph's inputs and outputs."""
-        return OrtBinding(self._session)
+        return OrtBinding(self._session, self._rebinds)
 
 
 class OrtBinding:
-    """Inputs and outputs tied to the caller's arrays: a run reads and writes them where they lie."""
+    """Inputs and outputs tied to the caller's arrays: a run reads and writes them where they lie.
 
-    def __init__(self, session: ort.InferenceSession) -> None:
-        self._session = session
+    With `rebinds` inputs are bound anew before every run.
+    """
+
+    def __init__(self, session: ort.InferenceSession, rebinds: bool = False) -> None:
+        self._session, self._rebinds = session, rebinds
+        self._inputs: dict[str, Array] = {}
         self._io = session.io_binding()
         self._arrays: dict[str, Array] = {}  # the binding holds addresses, so someone must hold the arrays
 
     def input(self, name: str, array: Array) -> None:
+        self._inputs[name] = array
         self._io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, self._address(name, array))
 
     def output(self, name: str, array: Array) -> None:
         self._io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, self._address(name, array))
 
     def run(self) -> None:
+        for name, array in self._inputs.items() if self._rebinds else ():
+            self.input(name, array)
         self._session.run_with_iobinding(self._io)
 
     def _address(self, name: str, array: Array) -> int:
@@ -118,12 +129,12 @@ def open_session(
 ) -> ort.InferenceSession:
     """A session on a provider; `more` are a plug-in's options for this one alone, `values` what the names in them stand for."""
     device = provider.device
-    if not device.plugin and not device.options:
-        return ort.InferenceSession(str(path), options, providers=[device.provider])
+    if device.provider == CPU:
+        return ort.InferenceSession(str(path), options, providers=[CPU])
     if device.whole:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     options.add_session_config_entry(_RECORD, "1")
-    if not device.plugin:
+    if not provider.devices:
         cached = any("{cache}" in value for _, value in device.options)
         cache = kept_folder(path, device.name, provider.version, *map(str, device.options)) if cached else ""
         own = {name: value.format(cache=cache) for name, value in device.options}
@@ -162,23 +173,23 @@ def write_contexts(paths: Mapping[Path, Path], provider: Provider) -> Iterator[P
 
 
 def nodes_left(path: Path, provider: Provider) -> list[str]:
-    """What a plug-in leaves to the CPU of a graph that must run on it as a whole, with reasons if the plug-in tells them."""
+    """What a provider leaves to the CPU of a graph that must run on it as a whole, with reasons if a plug-in tells them."""
     plugin = provider.device.plugin
-    if plugin is None or not provider.device.whole:
+    if provider.name == CPU or not provider.device.whole:
         return []
     options = ort.SessionOptions()
     options.log_severity_level = 4
     with tempfile.TemporaryDirectory() as folder:
         try:
             free = replace(provider, device=replace(provider.device, whole=False))
-            session = open_session(path, options, free, plugin.diagnosis, folder=folder)
+            session = open_session(path, options, free, plugin.diagnosis if plugin else (), folder=folder)
         except Exception:  # the graph is damaged: the first error says how
             return []
         reasons = _reasons(Path(folder))
         return [
             f"{node.name} ({reasons.get(node.name, node.op_type)})"
             for part in session.get_provider_graph_assignment_info()
-            if part.ep_name != provider.device.provider
+            if part.ep_name != provider.name
             for node in part.get_nodes()
         ]
 
@@ -227,8 +238,12 @@ def _stdout_aside() -> Iterator[None]:
 
 def _options(device: Device, threads: int | None) -> ort.SessionOptions:
     options = ort.SessionOptions()
-    options.log_severity_level = 4 if device.plugin else 3  # what goes wrong in a plug-in is said in our own line
-    options.enable_mem_pattern = device.static  # a plan made for one width is useless for the next
+    options.log_severity_level = (
+        4 if device.plugin or device.catalog else 3
+    )  # what goes wrong in a plug-in is said in our own line
+    # a plan made for one width is useless for the next
+    options.enable_mem_pattern = device.static and device.plans_memory
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     if threads:
         options.intra_op_num_threads = threads
     return options

@@ -14,6 +14,7 @@ import tiny
 from bundles import Models, graphs, make
 from eagles import Chains
 from specedge.bundle import open_bundle
+from specedge.devices.operators import Operators
 from specedge.devices.table import DEVICES, get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export.plain import preflight
@@ -24,6 +25,8 @@ from test_export_cli import refused, run
 from test_runtime_heads import random_heads
 
 ROW = get_device("coreml-ep")
+assert ROW.operators is not None
+OPERATORS = ROW.operators
 IDS = [int(token) for token in np.random.default_rng(0).integers(3, 128, 30)]
 LIMITS = {"float32": 1e-3, "float16": 0.1}
 
@@ -45,7 +48,7 @@ def test_graphs_compute_the_model_with_the_operators_there_are(models: Models, d
     path = make(source, tmp_path / "b", device="coreml-ep", widths=(1, 4), body=dtype, head=dtype, medusa=heads)
     bundle, truth = open_bundle(path), tiny.hf_logits(model, IDS)
     for file, proto in graphs(bundle).items():
-        found = preflight(ir.from_proto(proto).graph, ROW)
+        found = preflight(ir.from_proto(proto).graph, OPERATORS)
         assert (found.left, found.partitions) == ({}, 1) and found.nodes > 60, file
         assert {domain.domain for domain in proto.opset_import} == {""}
     for graph in bundle.role("target").graphs:
@@ -64,7 +67,7 @@ def test_drafters_are_taken_whole(chains: Chains, name: str) -> None:
     bundle = open_bundle(path)
     for role in bundle.manifest.roles:
         for proto in graphs(bundle, role).values():
-            assert preflight(ir.from_proto(proto).graph, ROW).left == {}
+            assert preflight(ir.from_proto(proto).graph, OPERATORS).left == {}
     engine = load(path, "cpu-static")
     for prompt in ([3, 4, 5], [7, 1]):
         plain = engine.generate(prompt, max_new_tokens=20, speculate=False).ids
@@ -87,7 +90,7 @@ def test_what_would_stay_on_the_cpu_is_refused_unless_allowed(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A provider that knows no Softmax takes the rest in parts: one per layer, and what is behind the last."""
-    less = dataclasses.replace(ROW, ops=tuple(op for op in ROW.ops if op != "Softmax"))
+    less = dataclasses.replace(ROW, operators=dataclasses.replace(OPERATORS, names=OPERATORS.names - {"Softmax"}))
     monkeypatch.setitem(DEVICES, "coreml-ep", less)
     wanted = {"device": "coreml-ep", "widths": (1, 4)}
     with pytest.raises(SpecedgeError, match=r"takes \d+ of \d+ nodes, in \d+ parts, and leaves Softmax \(2\) to the CPU"):
@@ -120,7 +123,7 @@ main (float[2] x, float[2] y) => (float[2] out, float[2] more) <float[2] one = {
 )
 def test_preflight_counts_nodes_and_parts(ops: tuple[str, ...], left: dict[str, int], parts: int) -> None:
     """But none that is computed of constants: `c`."""
-    found = preflight(ir.from_proto(onnx.parser.parse_model(TEXT)).graph, dataclasses.replace(ROW, ops=ops))
+    found = preflight(ir.from_proto(onnx.parser.parse_model(TEXT)).graph, Operators("a test", frozenset(ops)))
     assert (found.nodes, found.left, found.partitions) == (4, left, parts)
 
 
