@@ -109,6 +109,7 @@ _DIRECT_ML = Device(
     verified="numbers of the graphs, on the CPU provider; never on Windows",
     operators=DIRECT_ML,
     options=(("performance_preference", "high_performance"),),  # of two GPUs the faster
+    float32=True,
     plans_memory=False,  # the provider's documentation: no memory pattern, one operator after the other
 )
 
@@ -246,6 +247,7 @@ _ROWS = (
         verified="numbers and times, on its CPU device; never on an Intel NPU or GPU",
         operators=OPENVINO,
         plugin=_OPENVINO,
+        float32=True,
         rebinds=True,  # seen with 1.8.1: the second run of a binding gives the first one's results
     ),
     _DIRECT_ML,
@@ -262,6 +264,7 @@ _ROWS = (
         verified="numbers of the graphs, on the CPU provider; never on Windows",
         options=(),
         plans_memory=True,
+        float32=False,  # NPUs do not
         catalog=_WINDOWS_ML,
     ),
 )

@@ -57,17 +57,34 @@ def preflight(graph: ir.Graph, operators: Operators) -> Preflight:
             fixed.update(node.outputs)
         else:
             nodes.append(node)
-    reasons = {node: _why_left(node, operators) for node in nodes}
+    types = _types(graph)
+    reasons = {node: _why_left(node, operators, types) for node in nodes}
     taken = [node for node, reason in reasons.items() if reason is None]
     return Preflight(len(nodes), dict(Counter(reason for reason in reasons.values() if reason)), _parts(taken))
 
 
-def _why_left(node: ir.Node, operators: Operators) -> str | None:
-    """The operator that a provider does not take, with the type if it is that; None if it does."""
+def _types(graph: ir.Graph) -> dict[ir.Value, str]:
+    """Of every value: what a rewrite put in has none of its own, and that of what it was made of."""
+    known: dict[ir.Value, str] = {}
+    for value in (*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)):
+        made_by = value.producer()
+        first = made_by.inputs[0] if made_by and made_by.inputs else None
+        if value.dtype is not None:
+            known[value] = str(value.dtype.numpy())
+        elif first is not None and first in known:
+            known[value] = known[first]
+    return known
+
+
+def _why_left(node: ir.Node, operators: Operators, types: dict[ir.Value, str]) -> str | None:
+    """What of a node a provider does not take: its operator, a type of it, or all of this opset; None if it takes it."""
+    opset = node.graph.opset_imports.get("", 0) if isinstance(node.graph, ir.Graph) else 0
+    if opset > operators.opset:
+        return f"opset {opset}"
     name, first = _name(node), node.inputs[0] if node.inputs else None
     if not operators.takes(name):
         return name
-    dtype = str(first.dtype.numpy()) if first is not None and first.dtype is not None else None
+    dtype = types.get(first) if first is not None else None
     return None if dtype is None or operators.takes_type(name, dtype) else f"{name} of {dtype}"
 
 

@@ -78,7 +78,8 @@ class Recipe:
                 raise UsageError(f"weights {form.name}: device {device.name!r} runs floats only; use fp16 or fp32")
             if isinstance(form, Scheme) and form.group is not None and not device.blocks:
                 raise UsageError(f"group {form.group}: device {device.name!r} takes one scale per row only; use channel")
-        return replace(self, floats=device.dtype, blocks=device.blocks)
+        floats = "float32" if device.float32 and self.body == "float32" else device.dtype
+        return replace(self, floats=floats, blocks=device.blocks)
 
     @property
     def calibrated(self) -> bool:
