@@ -147,6 +147,16 @@ class Device:
         return self.package is None or self.package.blocks
 
     @property
+    def graph(self) -> str:
+        """The form of its graphs."""
+        if not self.static:
+            return f"{self.form}, one of any width"
+        package = "functions of one package, " if self.package else ""
+        embeds = ", embeddings fed" if self.embeds else ""
+        pieces = f", logits in pieces of {self.widest_output:,}" if self.widest_output else ""
+        return f"{package}{self.form}, static widths{embeds}, {self.dtype}{pieces}"
+
+    @property
     def int4(self) -> str:
         """How INT4 weights are computed with."""
         if not self.contrib:

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import bundles
+from specedge.devices.table import DEVICES
 from specedge.export.cli import main
 from specedge.runtime import Sampling, load
 from specedge.runtime.bench import Comparison
@@ -498,3 +499,22 @@ def test_plan_refuses_impossible_numbers_by_name(name: str, value: str) -> None:
     options = {"alpha": "0.8", "gamma": "3"} | {name: value}
     result = run("plan", *(f"--{key}={text}" for key, text in options.items()))
     assert result.exit_code == 2 and f"--{name}" in result.stderr
+
+
+# ---- devices
+
+
+def test_the_readmes_table_is_the_device_tables() -> None:
+    table = run("devices", "--markdown").output
+    assert table.strip() in (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in table for name in DEVICES)
+
+
+def test_every_row_says_what_it_is_and_what_can_be_verified_here() -> None:
+    found = json.loads(run("devices", "--json", "-").stdout)
+    assert found.keys() == DEVICES.keys()
+    for name, row in found.items():
+        assert (row["reason"] is None) == row["available"] == (row["version"] is not None)
+        assert row["widths"] == list(DEVICES[name].default_widths) and row["form"] in row["graph"]
+        assert row["verifiable"].startswith("numbers" if row["available"] else "structure")
+    assert found["cpu"]["verifiable"] == "numbers and times" and found["cpu"]["hardware"]
