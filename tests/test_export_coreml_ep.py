@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 
 import tiny
@@ -21,6 +20,7 @@ from specedge.export.plain import preflight
 from specedge.quant.scheme import Scheme
 from specedge.runtime import TreeShape, load
 from specedge.runtime.agreement import walk
+from stand_in import provide
 from test_export_cli import refused, run
 from test_runtime_heads import random_heads
 
@@ -150,27 +150,7 @@ def test_elsewhere_the_provider_is_missed_by_name(models: Models, tmp_path: Path
 def test_the_provider_is_asked_for_as_the_row_says(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLProgram, static shapes, no node on the CPU, and a cache that no other graph or version shares."""
     path = make(models()[0], tmp_path / "b", device="coreml-ep", widths=(1, 4))
-    asked: list[tuple[dict[str, str], Any]] = []
-    real = onnxruntime.InferenceSession
-
-    class Provided:
-        """onnxruntime with that provider: the graph runs on the CPU's."""
-
-        def __init__(self, file: str, options: Any, providers: list[tuple[str, dict[str, str]]]) -> None:
-            ((name, own),) = providers
-            assert name == "CoreMLExecutionProvider"
-            asked.append((own, options))
-            fresh = onnxruntime.SessionOptions()
-            self._session = real(file, fresh, providers=["CPUExecutionProvider"])
-
-        def get_providers(self) -> list[str]:
-            return ["CoreMLExecutionProvider", "CPUExecutionProvider"]
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._session, name)
-
-    monkeypatch.setattr(onnxruntime, "InferenceSession", Provided)
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CoreMLExecutionProvider", "CPUExecutionProvider"])
+    asked = provide("CoreMLExecutionProvider", monkeypatch).asked
     engine = load(path)
     assert engine.generate(IDS[:5], max_new_tokens=6).ids == tiny.hf_greedy(models()[1], IDS[:5], 6)
     folders = [own.pop("ModelCacheDirectory") for own, _ in asked]

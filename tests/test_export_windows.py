@@ -4,7 +4,7 @@ import dataclasses
 import types
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,6 +24,7 @@ from specedge.runtime import TreeShape, load
 from specedge.runtime.agreement import walk
 from specedge.runtime.probe import choose, find_provider
 from specedge.runtime.session import _options
+from stand_in import Provided, provide
 from test_export_cli import refused
 from test_export_qnn import ASYMMETRIC, FLOAT16, INT4, RAGGED
 
@@ -168,50 +169,17 @@ def test_session_options_are_those_the_provider_wants() -> None:
     assert _options(get_device("cpu-static"), None).enable_mem_pattern
 
 
-class Provided:
-    """onnxruntime with a provider that it lacks here: the graph runs on the CPU's."""
-
-    asked: ClassVar[list[tuple[str, dict[str, str], Any]]] = []
-    takes = "DmlExecutionProvider"
-    real = onnxruntime.InferenceSession
-
-    def __init__(self, file: str, options: Any, providers: list[Any]) -> None:
-        self._options = options
-        self._session = self.real(file, onnxruntime.SessionOptions(), providers=["CPUExecutionProvider"])
-        self._providers = [each if isinstance(each, str) else each[0] for each in providers]
-        if self._providers == ["DmlExecutionProvider"]:
-            self.asked.append((*providers[0], options))
-            self._providers.append("CPUExecutionProvider")
-
-    def get_providers(self) -> list[str]:
-        return self._providers
-
-    def get_session_options(self) -> Any:
-        return self._options
-
-    def get_provider_graph_assignment_info(self) -> list[Any]:
-        return [types.SimpleNamespace(ep_name=self.takes, get_nodes=lambda: [1, 2, 3])]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-
 @pytest.fixture
 def provided(monkeypatch: pytest.MonkeyPatch) -> type[Provided]:
-    class Fresh(Provided):
-        asked: ClassVar[list[tuple[str, dict[str, str], Any]]] = []
-
-    monkeypatch.setattr(onnxruntime, "InferenceSession", Fresh)
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["DmlExecutionProvider", "CPUExecutionProvider"])
-    return Fresh
+    return provide("DmlExecutionProvider", monkeypatch)
 
 
 def test_directml_is_asked_for_as_the_row_says(models: Models, tmp_path: Path, provided: type[Provided]) -> None:
     path = make(models()[0], tmp_path / "b", device="directml", widths=(1, 4), **FLOAT32)
     engine = load(path)
     assert engine.generate(IDS[:5], max_new_tokens=6).ids == tiny.hf_greedy(models()[1], IDS[:5], 6)
-    assert {name for name, _, _ in provided.asked} == {"DmlExecutionProvider"}
-    for _, own, options in provided.asked:
+    assert len(provided.asked) == 3
+    for own, options in provided.asked:
         assert own == {"performance_preference": "high_performance"}
         assert options.get_session_config_entry("session.disable_cpu_ep_fallback") == "1"
         assert not options.enable_mem_pattern

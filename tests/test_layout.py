@@ -35,7 +35,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 # those of export that run bundles
 PROVERS = {
     f"specedge/export/{name}.py"
-    for name in ("cli", "quality", "validate", "validate_device", "validate_eagle", "validate_heads", "validate_weights")
+    for name in (
+        "cli",
+        "quality",
+        "self_checks",
+        "validate",
+        "validate_device",
+        "validate_eagle",
+        "validate_heads",
+        "validate_weights",
+    )
 }
 
 
