@@ -1,5 +1,6 @@
 """Whether a device computes what the bundle's graphs are known to compute: asked before the first token."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -61,7 +62,12 @@ def check_model(bundle: Bundle, role: str, model: Model, sequence: ModelSequence
     place = _place(bundle, role, provider)
     if place.is_file():
         return
-    worst, width = _worst(sequence, expected)
+    ends = [width for width in _widths(sequence) for _ in _ends(width)]
+    if len(expected.ids) != text_length(sequence) or len(expected.logits) != len(ends):
+        raise SpecedgeError(f"{bundle.path}: checks.{role} is not of the {role}'s graphs; convert the model again")
+    by_row = difference(expected, _read(sequence, expected.ids, expected.columns))
+    row = int(np.argmax(np.where(np.isnan(by_row), np.inf, by_row)))
+    worst, width = float(by_row[row]), ends[row]
     if not worst <= expected.tolerance:  # NaN is no agreement
         raise SpecedgeError(
             f"device {model.device.name!r}: computes something else than the bundle's self-check: logits of a step of {width} "
@@ -69,7 +75,8 @@ def check_model(bundle: Bundle, role: str, model: Model, sequence: ModelSequence
             f"use another device"
         )
     passed = {"role": role, "device": model.device.name, "hardware": provider.hardware, "worst": worst}
-    write_whole(place, json.dumps(passed, indent=1).encode())
+    with contextlib.suppress(OSError):  # it will be asked again
+        write_whole(place, json.dumps(passed, indent=1).encode())
 
 
 def difference(expected: SelfCheck, found: Rows) -> npt.NDArray[np.float64]:
@@ -78,15 +85,6 @@ def difference(expected: SelfCheck, found: Rows) -> npt.NDArray[np.float64]:
     spread = np.linalg.norm(truth - truth.mean(axis=1, keepdims=True), axis=1)
     found_difference: npt.NDArray[np.float64] = np.linalg.norm(found - truth, axis=1) / np.maximum(spread, 1e-6)
     return found_difference
-
-
-def _worst(sequence: ModelSequence, expected: SelfCheck) -> tuple[float, int]:
-    """The largest difference, and the width of the step that has it."""
-    rows = _read(sequence, expected.ids, expected.columns)
-    by_row = difference(expected, rows)
-    row = int(np.argmax(np.where(np.isnan(by_row), np.inf, by_row)))
-    widths = [width for width in _widths(sequence) for _ in _ends(width)]
-    return float(by_row[row]), widths[row]
 
 
 def _read(sequence: ModelSequence, ids: Sequence[int], columns: Sequence[int]) -> Rows:

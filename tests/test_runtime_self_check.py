@@ -135,6 +135,21 @@ def test_a_check_that_cannot_be_is_refused(path: Path, change: dict[str, Any]) -
         load(path, "cpu-static")
 
 
+@pytest.mark.parametrize("change", [{"ids": [3] * 5}, {"ids": [3] * 100}, {"logits": [[0.0, 1.0]], "columns": [0, 1]}])
+def test_a_check_of_other_graphs_is_refused(path: Path, change: dict[str, Any]) -> None:
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest["checks"]["target"] |= change
+    (path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(SpecedgeError, match=r"checks\.target is not of the target's graphs"):
+        load(path, self_check=True)
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    monkeypatch.setenv("SPECEDGE_CACHE", str(tmp_path / "file"))
+    load(path, self_check=True)
+
+
 def test_rows_for_the_cpu_store_none(models: Models, tmp_path: Path) -> None:
     bundle = open_bundle(make(models()[0], tmp_path / "bundle", device="cpu-static"))
     assert bundle.manifest.checks == {}
