@@ -127,7 +127,6 @@ class Device:
     catalog: Catalog | None = None  # None: there is one provider, which has a name
     plans_memory: bool = True  # whether onnxruntime may plan a static graph's memory for it
     float32: bool = False  # whether a row of float16 computes in float32 as well, where weights are that
-    rebinds: bool = False  # whether inputs must be bound anew before every run, or it computes with what they held before
     package: Package | None = None  # None: the provider runs ONNX graphs
 
     def __post_init__(self) -> None:

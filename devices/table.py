@@ -248,11 +248,10 @@ _ROWS = (
         operators=OPENVINO,
         plugin=_OPENVINO,
         float32=True,
-        rebinds=True,  # seen with 1.8.1: the second run of a binding gives the first one's results
     ),
     _DIRECT_ML,
-    # What Windows keeps for the hardware at hand: an NPU before a GPU. Every one of its providers takes the graphs of DirectML,
-    # with logits in pieces for Qualcomm's, and rows filled up without a Pad.
+    # What Windows keeps for the hardware at hand: an NPU before a GPU. The graphs of DirectML, with logits in pieces and rows
+    # filled up without a Pad for Qualcomm's provider; that and OpenVINO's took them whole, the others nobody asked.
     replace(
         _DIRECT_ML,
         name="windowsml",

@@ -23,7 +23,7 @@ from specedge.export.medusa import open_medusa
 from specedge.export.plan import check_recipe
 from specedge.export.request import Request
 from specedge.export.roles import DECODE, Place, write_model
-from specedge.export.self_checks import add_self_checks
+from specedge.export.self_checks import ONNXRUNTIME, add_self_checks
 from specedge.export.self_text import writer_of
 from specedge.export.store import settle
 from specedge.export.unroll import Ranks
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # coremltools may be absent
 _log = logging.getLogger(__name__)
 _CONTEXT = 1024
 _LONGEST = 8  # chains that are unrolled by default: longer ones seldom pay
-_TOOLS = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+_TOOLS = ("torch", "transformers", "onnx", "onnxscript")
 
 
 def convert(request: Request, progress: Progress = silent) -> Bundle:
@@ -107,7 +107,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         own = [name for name, there in (("draft", draft), ("medusa", medusa), ("eagle", eagle)) if there]
         manifest = Manifest(
             schema=SCHEMA,
-            tools={name: version(name) for name in ("specedge", *_TOOLS)},
+            tools={name: version(name) for name in ("specedge", *_TOOLS)} | {"onnxruntime": ONNXRUNTIME},
             sources={
                 "target": Source(target.name, target.license),
                 **({"draft": Source(draft.name, draft.license)} if draft else {}),

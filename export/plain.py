@@ -68,12 +68,24 @@ def _types(graph: ir.Graph) -> dict[ir.Value, str]:
     known: dict[ir.Value, str] = {}
     for value in (*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)):
         made_by = value.producer()
-        first = made_by.inputs[0] if made_by and made_by.inputs else None
         if value.dtype is not None:
             known[value] = str(value.dtype.numpy())
-        elif first is not None and first in known:
-            known[value] = known[first]
+        elif made_by and (dtype := _type_of_result(made_by, known)):
+            known[value] = dtype
     return known
+
+
+def _type_of_result(node: ir.Node, known: dict[ir.Value, str]) -> str | None:
+    if node.op_type == "Cast":
+        return str(ir.DataType(node.attributes["to"].as_int()).numpy())
+    if node.op_type in _FIXED_TYPES:
+        return _FIXED_TYPES[node.op_type]
+    first = node.inputs[node.op_type == "Where"] if len(node.inputs) > (node.op_type == "Where") else None
+    return known.get(first) if first is not None else None
+
+
+_FIXED_TYPES = dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Not"), "bool")
+_FIXED_TYPES |= dict.fromkeys(("ArgMax", "ArgMin", "NonZero", "Shape", "Size"), "int64")
 
 
 def _why_left(node: ir.Node, operators: Operators, types: dict[ir.Value, str]) -> str | None:

@@ -12,7 +12,11 @@ from specedge.progress import Progress
 from specedge.runtime.model import Model
 from specedge.runtime.prompts import PROSE
 from specedge.runtime.self_check import make_check, text_length
+from specedge.runtime.session import VERSION
 from specedge.tokenizer import Tokenizer
+
+ONNXRUNTIME = VERSION
+"""Of the module, whichever of its packages that came in."""
 
 
 def add_self_checks(folder: Path, rows: Mapping[str, Device], progress: Progress) -> None:

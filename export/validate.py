@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specedge.bundle import Bundle, changed_files, open_bundle
 from specedge.devices.device import Device
-from specedge.devices.table import get_device, twin
+from specedge.devices.table import CPU, get_device, twin
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export.checkpoint import Checkpoint, load_quietly, open_checkpoint
 from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
@@ -76,9 +76,9 @@ def validate(
     rows = rows_of(bundle, device, draft_device)
     emulated = [row.name for row in dict.fromkeys(rows) if find_provider(row).emulated]
     device, draft_device = (twin(row).name if row.name in emulated else row.name for row in rows)
-    if layers and not rows[0].plugin:
-        raise UsageError(f"--layers: compares a plug-in with the CPU, and {rows[0].name} is none; leave it out")
-    engine = load(path, device, draft_device, reuse=False)
+    if layers and (rows[0].provider == CPU or rows[0].package):
+        raise UsageError(f"--layers: compares another provider with the CPU, and {rows[0].name} has none; leave it out")
+    engine = load(path, device, draft_device, reuse=False, self_check=False)  # what differs is reported below
     checks = [Check("files_changed", "", float(len(changed_files(bundle))), 0.0)]
     notes = [_EMULATED[get_device(name).package is not None].format(name) for name in emulated]
     groups: list[GroupError] = []
@@ -103,11 +103,13 @@ def validate(
     groups = of_target.groups + groups
     checks += check_unrolled(engine, text)
     if draft_reference and "medusa" in bundle.manifest.heads:
-        of_heads = check_medusa(load(path, device, rows[1].name, "medusa"), draft_reference, model, text)
+        of_heads = check_medusa(load(path, device, rows[1].name, "medusa", self_check=False), draft_reference, model, text)
         checks += of_heads.checks
         groups += of_heads.groups
     if draft_reference and "eagle" in bundle.manifest.roles:
-        of_heads, said = check_eagle(load(path, device, rows[1].name, "eagle"), draft_reference, source, model, text)
+        of_heads, said = check_eagle(
+            load(path, device, rows[1].name, "eagle", self_check=False), draft_reference, source, model, text
+        )
         checks += of_heads.checks
         groups += of_heads.groups
         notes += said

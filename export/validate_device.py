@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from specedge.bundle import Bundle
 from specedge.devices.device import Device
-from specedge.devices.table import twin
+from specedge.devices.table import CPU, twin
 from specedge.errors import SpecedgeError
 from specedge.export import to_onnx
 from specedge.export.checkpoint import Checkpoint
@@ -45,7 +45,9 @@ def compare_devices(
     bundle: Bundle, rows: Mapping[str, Device], text: Sequence[int], progress: Progress
 ) -> list[DeviceAgreement]:
     """Every role that a plug-in or Core ML runs, by its row."""
-    elsewhere = {role: row for role, row in rows.items() if row.plugin or (row.package and not find_provider(row).emulated)}
+    elsewhere = {
+        role: row for role, row in rows.items() if row.provider != CPU and not (row.package and find_provider(row).emulated)
+    }
     roles = [role for role in elsewhere if role in bundle.manifest.roles]
     return [found for role in roles for found in compare_device(bundle, role, rows[role], text, progress)]
 

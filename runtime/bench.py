@@ -5,7 +5,6 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -15,6 +14,7 @@ from specedge.runtime.agreement import agreement_of, compare_greedy
 from specedge.runtime.generate import Engine
 from specedge.runtime.results import Outcome, Stats
 from specedge.runtime.sample import Sampling
+from specedge.runtime.session import VERSION
 from specedge.runtime.shape import TreeShape
 
 _COMPARED = 64  # tokens over which wide steps and trees are compared with one-token steps
@@ -162,7 +162,7 @@ def environment(engine: Engine) -> dict[str, object]:
         "system": platform.system(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "onnxruntime": version("onnxruntime"),
+        "onnxruntime": VERSION,
         "device": engine.device.name,
         "drafter": engine.drafter_name,
         "widths": list(engine.bundle.manifest.widths),

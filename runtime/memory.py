@@ -41,12 +41,14 @@ def measure_engines(path: Path, count: int) -> list[EngineMemory]:
     """
     engines: list[Engine] = []
     found = []
-    if emulated := load(path).emulated:  # prepares the weights, if nobody has yet, and loads what a process needs once
+    if emulated := load(
+        path, self_check=False
+    ).emulated:  # prepares the weights, if nobody has yet, and loads what a process needs once
         raise UsageError(f"--memory: device {emulated[0]!r} is emulated here, and its memory is not what an engine takes")
     return_heap()
     before = read_memory([])
     for _ in range(count):
-        engine = load(path, reuse=False)
+        engine = load(path, reuse=False, self_check=False)
         engines.append(engine)
         engine.generate([0] * (engine.context - 1), Sampling(), 1)
         return_heap()

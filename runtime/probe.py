@@ -16,8 +16,8 @@ from specedge.devices.device import Catalog, Device, Options, Package, Plugin, S
 from specedge.errors import SpecedgeError, UsageError, first_line
 from specedge.mlpackage import import_coremltools
 
-_registering = threading.Lock()
-_TELLING = re.compile(r"name|driver|version|device_id|architecture", re.IGNORECASE)
+_registering, _registered = threading.Lock(), set[str]()
+_TELLING = re.compile(r"name|description|driver|version|device_id|architecture", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +89,13 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
             f"device {device.name!r}: needs {device.provider}, which is not installed here ({error}); "
             f"pip install 'specedge[{plugin.extra}]'"
         ) from error
-    with _registering:
-        found = _devices(device.provider)
-        if not found:
-            try:
-                ort.register_execution_provider_library(device.provider, package.get_library_path())
-            except Exception as error:  # onnxruntime raises its own unrelated exception types
-                raise SpecedgeError(
-                    f"device {device.name!r}: onnxruntime {ort.__version__} cannot load {device.provider} ({first_line(error)})"
-                ) from error
-            found = _devices(device.provider)
+    try:
+        _register(device.provider, package.get_library_path())
+    except Exception as error:  # onnxruntime raises its own unrelated exception types
+        raise SpecedgeError(
+            f"device {device.name!r}: onnxruntime {ort.__version__} cannot load {device.provider} ({first_line(error)})"
+        ) from error
+    found = _devices(device.provider)
     if not found:
         raise SpecedgeError(f"device {device.name!r}: {device.provider} finds no device of its own on this machine")
     version = metadata.version(plugin.package.replace("_", "-"))
@@ -123,23 +120,35 @@ def _find_in_catalog(device: Device, catalog: Catalog) -> Provider:
             f"device {device.name!r}: needs {device.provider}, which is not here ({first_line(error)}); on Windows, "
             f"pip install 'specedge[{catalog.extra}]'"
         ) from error
-    with _registering, package.EpCatalog() as listed:
-        for one in listed.find_all_providers():
-            if one.ready_state == package.EpReadyState.NotPresent or _listed(one.name, catalog) is None or _devices(one.name):
-                continue
-            try:
-                one.ensure_ready()
-                ort.register_execution_provider_library(one.name, one.library_path)
-            except Exception as error:  # onnxruntime raises its own unrelated exception types
-                raise SpecedgeError(f"device {device.name!r}: {one.name} cannot be loaded ({first_line(error)})") from error
-    return choose(device, catalog, ort.get_ep_devices())
+    failed: list[str] = []
+    try:
+        with package.EpCatalog() as listed:
+            for one in listed.find_all_providers():
+                if one.ready_state == package.EpReadyState.NotPresent or _listed(one.name, catalog) is None:
+                    continue
+                try:
+                    one.ensure_ready()
+                    _register(one.name, one.library_path)
+                except Exception as error:  # native calls; the next one may do
+                    failed.append(f"{one.name} cannot be loaded ({first_line(error)})")
+    except Exception as error:  # native calls
+        raise SpecedgeError(f"device {device.name!r}: {device.provider} cannot be asked ({first_line(error)})") from error
+    return choose(device, catalog, ort.get_ep_devices(), failed)
 
 
-def choose(device: Device, catalog: Catalog, devices: Sequence[Any]) -> Provider:
+def _register(name: str, library: str) -> None:
+    """Have onnxruntime load a provider's library, once; one that has failed may be tried again."""
+    with _registering:
+        if name.lower() not in _registered:
+            ort.register_execution_provider_library(name, library)
+            _registered.add(name.lower())
+
+
+def choose(device: Device, catalog: Catalog, devices: Sequence[Any], failed: Sequence[str] = ()) -> Provider:
     """Of onnxruntime's devices the first of the kinds and providers that a catalog is wanted for.
 
     Raises:
-        SpecedgeError: There is none.
+        SpecedgeError: There is none; `failed` says what could not be loaded.
     """
     for kind, name in product(catalog.kinds, catalog.providers):
         for one in devices:
@@ -149,7 +158,7 @@ def choose(device: Device, catalog: Catalog, devices: Sequence[Any]) -> Provider
     here = ", ".join(sorted({f"{one.ep_name} ({_kind(one)})" for one in devices})) or "none"
     raise SpecedgeError(
         f"device {device.name!r}: {device.provider} has no {' or '.join(catalog.kinds)} here for "
-        f"{', '.join(catalog.providers)}; onnxruntime lists {here}"
+        f"{', '.join(catalog.providers)}; {'; '.join((*failed, f'onnxruntime lists {here}'))}"
     )
 
 
@@ -171,10 +180,11 @@ def probe(device: Device) -> Provider | str:
 
 
 def _devices(provider: str) -> tuple[Any, ...]:
-    """A plug-in's devices, of the best kind that is here: NPUs, else GPUs, else what it lists besides."""
-    found = tuple(one for one in ort.get_ep_devices() if one.ep_name == provider)
-    best = next((kind for kind in ("NPU", "GPU") if any(_kind(one) == kind for one in found)), None)
-    return tuple(one for one in found if best in (None, _kind(one)))
+    """A plug-in's device, of the best kind that is here: an NPU, else a GPU of its own memory, else what it lists besides."""
+    found = [one for one in ort.get_ep_devices() if one.ep_name == provider]
+    kinds = ("NPU", "GPU")
+    found.sort(key=lambda one: (_kind(one) not in kinds, _kind(one) != "NPU", dict(one.device.metadata).get("Discrete") != "1"))
+    return tuple(found[:1])
 
 
 def _sdk(plugin: Plugin) -> str:

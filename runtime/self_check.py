@@ -5,14 +5,15 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from specedge.bundle import MANIFEST, Bundle, sha256
-from specedge.cachedir import cache_dir, write_whole
+from specedge.cachedir import cache_dir, keep, write_whole
 from specedge.errors import SpecedgeError
 from specedge.manifest import SelfCheck
 from specedge.runtime.model import Model
@@ -21,7 +22,7 @@ from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.session import VERSION
 
 _log = logging.getLogger(__name__)
-_FORMAT = 1
+_FORMAT, _PASSED = 1, "passed.json"
 _COLUMNS = 64
 _TOLERANCE = 0.1  # of a row: float16 and other orders of sums leave 0.02, one wrong layer several times as much
 
@@ -59,9 +60,12 @@ def check_model(bundle: Bundle, role: str, model: Model, sequence: ModelSequence
         _log.warning("%s: holds no self-check for its %s; device %r was not checked", bundle.path, role, model.device.name)
         return
     provider = find_provider(model.device)
-    place = _place(bundle, role, provider)
-    if place.is_file():
-        return
+    place = None
+    with contextlib.suppress(OSError, SpecedgeError):  # no cache, or none that can be read: ask, and do not keep
+        place = _place(bundle, role, provider)
+        if (place / _PASSED).is_file():
+            keep(place)
+            return
     ends = [width for width in _widths(sequence) for _ in _ends(width)]
     if len(expected.ids) != text_length(sequence) or len(expected.logits) != len(ends):
         raise SpecedgeError(f"{bundle.path}: checks.{role} is not of the {role}'s graphs; convert the model again")
@@ -75,8 +79,10 @@ def check_model(bundle: Bundle, role: str, model: Model, sequence: ModelSequence
             f"use another device"
         )
     passed = {"role": role, "device": model.device.name, "hardware": provider.hardware, "worst": worst}
-    with contextlib.suppress(OSError):  # it will be asked again
-        write_whole(place, json.dumps(passed, indent=1).encode())
+    with contextlib.suppress(OSError, SpecedgeError):  # it will be asked again
+        if place:
+            keep(place)
+            write_whole(place / _PASSED, json.dumps(passed, indent=1).encode())
 
 
 def difference(expected: SelfCheck, found: Rows) -> npt.NDArray[np.float64]:
@@ -88,13 +94,16 @@ def difference(expected: SelfCheck, found: Rows) -> npt.NDArray[np.float64]:
 
 
 def _read(sequence: ModelSequence, ids: Sequence[int], columns: Sequence[int]) -> Rows:
-    """[rows, columns]: the first and last row of a step of every width, one behind the other."""
+    """[rows, columns]: the first and last row of a step of every width, one behind the other while there is room."""
     sequence.truncate(0)
-    rows = []
+    rows, read = [], 0
     for width in _widths(sequence):
-        logits = sequence.step(ids[sequence.length : sequence.length + width])
+        if sequence.length + width > sequence.role.context:
+            sequence.truncate(0)
+        logits = sequence.step(ids[read : read + width])
         rows += [logits[end][list(columns)].copy() for end in _ends(width)]
         sequence.commit(range(width))
+        read += width
     sequence.truncate(0)
     return np.stack(rows)
 
@@ -104,22 +113,15 @@ def _ends(width: int) -> tuple[int, ...]:
 
 
 def _widths(sequence: ModelSequence) -> list[int]:
-    """Those of the graphs, ascending, as far as they fit the context one behind the other."""
+    """Those of the graphs, ascending."""
     role = sequence.role
-    widths = sorted(graph.width or role.widest for graph in role.graphs)
-    return list(_fitting(widths, role.context))
-
-
-def _fitting(widths: Sequence[int], room: int) -> Iterator[int]:
-    for width in widths:
-        if width <= room:
-            room -= width
-            yield width
+    return sorted(graph.width or role.widest for graph in role.graphs)
 
 
 def _place(bundle: Bundle, role: str, provider: Provider) -> Path:
     """The name is a hash of all that the result depends on."""
-    device = provider.device
+    device = replace(provider.device, operators=None)  # of sets, whose order differs from process to process
+    compiled = sorted((bundle.path / "compiled" / device.name).glob("*/manifest.json"))
     parts = (
         str(_FORMAT),
         sha256(bundle.path / MANIFEST),
@@ -131,6 +133,7 @@ def _place(bundle: Bundle, role: str, provider: Provider) -> Path:
         provider.hardware,
         platform.platform(),
         VERSION,
+        *map(sha256, compiled),
     )
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-    return cache_dir().absolute() / "self_checks" / f"{name}.json"
+    return cache_dir().absolute() / "self_checks" / name

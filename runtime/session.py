@@ -55,7 +55,8 @@ class Session:
         context: bool = False,
         alone: bool = True,
     ) -> None:
-        provider, self._rebinds = find_provider(device), device.rebinds
+        provider = find_provider(device)
+        self._copies = provider.name != CPU
         try:
             options = _options(device, threads)
             options.add_session_config_entry(*(_SPIN_ON if alone else _SLEEP))
@@ -69,8 +70,9 @@ class Session:
                 raise SpecedgeError(f"{prepared}: could not be written ({first_line(error)})") from error
             if left := nodes_left(path, provider):
                 raise SpecedgeError(f"{path}: {device.provider} leaves to the CPU {', '.join(left)}; {_ALLOW}") from error
-            again = "compile" if context else "convert"
-            raise SpecedgeError(f"{path}: onnxruntime cannot open it ({first_line(error)}); {again} again") from error
+            remedy = "compile again" if context else "convert again"
+            remedy += "" if provider.name == CPU else ", update the driver, or use another device"
+            raise SpecedgeError(f"{path}: onnxruntime cannot open it ({first_line(error)}); {remedy}") from error
         if self._session.get_providers()[0] != provider.name:
             raise SpecedgeError(f"device {device.name!r}: onnxruntime fell back to {self._session.get_providers()}")
         if device.whole and (elsewhere := {name: count for name, count in self.nodes.items() if name != provider.name}):
@@ -89,17 +91,17 @@ class Session:
 
     def bind(self) -> "OrtBinding":
         """Fresh bindings of this graph's inputs and outputs."""
-        return OrtBinding(self._session, self._rebinds)
+        return OrtBinding(self._session, self._copies)
 
 
 class OrtBinding:
     """Inputs and outputs tied to the caller's arrays: a run reads and writes them where they lie.
 
-    With `rebinds` inputs are bound anew before every run.
+    A provider whose memory is not the CPU's `copies` inputs when they are bound: there they are bound anew before every run.
     """
 
-    def __init__(self, session: ort.InferenceSession, rebinds: bool = False) -> None:
-        self._session, self._rebinds = session, rebinds
+    def __init__(self, session: ort.InferenceSession, copies: bool = False) -> None:
+        self._session, self._copies = session, copies
         self._inputs: dict[str, Array] = {}
         self._io = session.io_binding()
         self._arrays: dict[str, Array] = {}  # the binding holds addresses, so someone must hold the arrays
@@ -112,7 +114,7 @@ class OrtBinding:
         self._io.bind_output(name, "cpu", 0, array.dtype.type, array.shape, self._address(name, array))
 
     def run(self) -> None:
-        for name, array in self._inputs.items() if self._rebinds else ():
+        for name, array in self._inputs.items() if self._copies else ():
             self.input(name, array)
         self._session.run_with_iobinding(self._io)
 

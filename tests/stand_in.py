@@ -1,8 +1,10 @@
 """onnxruntime with a provider that it lacks on this machine: the graphs run on the CPU's."""
 
+import ctypes
 import types
 from typing import Any, ClassVar
 
+import numpy as np
 import onnxruntime
 import pytest
 
@@ -35,8 +37,30 @@ class Provided:
     def get_provider_graph_assignment_info(self) -> list[Any]:
         return [types.SimpleNamespace(ep_name=self.takes, get_nodes=lambda: [1, 2, 3])]
 
+    def io_binding(self) -> Any:
+        real = self._session.io_binding()
+        return real if self._providers == [CPU] else Binding(real)
+
+    def run_with_iobinding(self, binding: Any) -> None:
+        self._session.run_with_iobinding(getattr(binding, "real", binding))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
+
+
+class Binding:
+    """onnxruntime's, for a provider with memory of its own: inputs are copied there when they are bound."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self._kept = real, dict[str, Any]()
+
+    def bind_input(self, name: str, device: str, number: int, dtype: Any, shape: Any, address: int) -> None:
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._kept[name] = kept = np.frombuffer(ctypes.string_at(address, count), np.uint8).copy()
+        self.real.bind_input(name, device, number, dtype, shape, kept.ctypes.data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
 
 
 def provide(name: str, monkeypatch: pytest.MonkeyPatch) -> type[Provided]:

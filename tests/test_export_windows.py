@@ -1,6 +1,7 @@
 """Graphs for DirectML and for what Windows ML finds: their operators, what the CPU makes of them, and how they are opened."""
 
 import dataclasses
+import sys
 import types
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from specedge.devices.operators import FLOATS, Operators
 from specedge.devices.table import DEVICES, get_device
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export.plain import preflight
-from specedge.runtime import TreeShape, load
+from specedge.runtime import TreeShape, load, probe
 from specedge.runtime.agreement import walk
 from specedge.runtime.probe import choose, find_provider
 from specedge.runtime.session import _options
@@ -270,10 +271,55 @@ def test_the_catalogue_is_asked_and_nothing_is_downloaded(monkeypatch: pytest.Mo
         there.append(listed(name, "GPU"))
 
     module = types.SimpleNamespace(EpCatalog=Catalogue, EpReadyState=states)
-    monkeypatch.setitem(__import__("sys").modules, "windowsml", module)
+    monkeypatch.setitem(sys.modules, "windowsml", module)
     monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: there)
     monkeypatch.setattr(onnxruntime, "register_execution_provider_library", register)
+    monkeypatch.setattr(probe, "_registered", set())
     for _ in range(2):
         found = find_provider(get_device("windowsml"))
         assert found.name == "OpenVINOExecutionProvider" and found.options() == {}
-    assert readied == ["OpenVINOExecutionProvider"] and len(there) == 1
+    assert set(readied) == {"OpenVINOExecutionProvider"} and len(there) == 1
+
+
+def test_a_provider_that_fails_leaves_the_row_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cannot be loaded, one lists no device; and a catalogue that cannot be asked is one line."""
+    there: list[Any] = []
+
+    def entry(name: str) -> Any:
+        return types.SimpleNamespace(name=name, ready_state=2, ensure_ready=lambda: None, library_path=f"{name}.dll")
+
+    class Catalogue:
+        broken = False
+
+        def __enter__(self) -> "Catalogue":
+            if self.broken:
+                raise OSError("no such service")
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            return
+
+        def find_all_providers(self) -> list[Any]:
+            return [entry("MIGraphXExecutionProvider"), entry("QNNExecutionProvider"), entry("OpenVINOExecutionProvider")]
+
+    def register(name: str, library: str) -> None:
+        if name == "MIGraphXExecutionProvider":
+            raise RuntimeError("no such library")
+        if name == "OpenVINOExecutionProvider":
+            there.append(listed(name, "GPU"))
+
+    module = types.SimpleNamespace(EpCatalog=Catalogue, EpReadyState=types.SimpleNamespace(NotPresent=0))
+    monkeypatch.setitem(sys.modules, "windowsml", module)
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: there)
+    monkeypatch.setattr(onnxruntime, "register_execution_provider_library", register)
+    monkeypatch.setattr(probe, "_registered", set())
+    for _ in range(2):
+        assert find_provider(get_device("windowsml")).name == "OpenVINOExecutionProvider"
+    there.clear()
+    with pytest.raises(
+        SpecedgeError, match=r"MIGraphXExecutionProvider cannot be loaded \(no such library\); onnxruntime lists none"
+    ):
+        find_provider(get_device("windowsml"))
+    Catalogue.broken = True
+    with pytest.raises(SpecedgeError, match=r"Windows ML cannot be asked \(no such service\)"):
+        find_provider(get_device("windowsml"))

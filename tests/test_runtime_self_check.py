@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import logging
+import os
 import platform
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +69,7 @@ def wrong(file: Path, name: str, part: str, factor: float) -> type[Session]:
 
 
 def checked() -> list[Path]:
-    return sorted((cache_dir() / "self_checks").glob("*.json"))
+    return sorted((cache_dir() / "self_checks").glob("*/passed.json"))
 
 
 def test_a_sound_device_passes_and_is_not_asked_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +150,36 @@ def test_a_check_of_other_graphs_is_refused(path: Path, change: dict[str, Any]) 
 def test_a_cache_that_cannot_be_written_is_no_obstacle(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder", encoding="utf-8")
     monkeypatch.setenv("SPECEDGE_CACHE", str(tmp_path / "file"))
+    load(path, self_check=True)
+
+
+def test_what_passed_is_found_by_another_process() -> None:
+    """The name of a result does not depend on the order of sets."""
+    code = (
+        "from specedge.runtime.self_check import _place; from specedge.runtime.probe import Provider;"
+        "from specedge.devices.table import DEVICES; from specedge.bundle import Bundle; from pathlib import Path; import sys;"
+        "bundle = Bundle(Path(sys.argv[1]), None);"
+        "print(*(_place(bundle, 'target', Provider(row, row.provider, '1', '', None)).name for row in DEVICES.values()))"
+    )
+    (cache_dir() / "a bundle").mkdir(parents=True, exist_ok=True)
+    (cache_dir() / "a bundle" / "manifest.json").write_text("{}", encoding="utf-8")
+    names = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(cache_dir() / "a bundle")],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(names) == 1
+
+
+def test_a_width_without_room_behind_the_others_is_asked_too(models: Models, tmp_path: Path) -> None:
+    path = make(models()[0], tmp_path / "bundle", device="qnn", widths=(1, 4), chunk=8, context=12, **INT4)
+    check = open_bundle(path).manifest.checks["target"]
+    assert len(check.ids) == 1 + 4 + 8 and len(check.logits) == 1 + 2 + 2
     load(path, self_check=True)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def build_record(kind: Any, data: Any, where: str) -> Any:
         return {key: build_record(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     if origin is types.UnionType and type(data) in arguments:
         return data
-    if kind is float and type(data) in (int, float):
+    if kind is float and (type(data) is float or (type(data) is int and abs(data) < sys.float_info.max)):
         return float(data)
     if type(data) is kind:
         return data

@@ -207,9 +207,9 @@ class Source:
 class SelfCheck:
     """A text, and what a role's graphs make of it on a device that is trusted: `logits[row][column]` of these `columns`.
 
-    It is read in steps of every width that the graphs have, narrow ones first, one behind the other as far as they fit the
-    context; rows are the first and the last of each. A row differs by the norm of its difference over that of the expected row
-    about its mean, on a sound device by `tolerance` at most.
+    It is read in steps of every width that the graphs have, narrow ones first, one behind the other; one for which the context
+    has no room left starts from an empty cache. Rows are the first and the last of each. A row differs by the norm of its
+    difference over that of the expected row about its mean, on a sound device by `tolerance` at most.
     """
 
     ids: tuple[int, ...]

@@ -8,6 +8,7 @@ from specedge.errors import SpecedgeError
 from specedge.manifest import VOCABULARY, Graph, Head, Manifest, Role, Weight, highest_rank, is_tree
 
 _WIDTHS = {"float32": 4, "float16": 2, "uint8": 1, "int8": 1, "int32": 4}  # bytes of an element of a weight
+_LARGEST = 1e6  # of a logit
 Spec = tuple[str, tuple[int | str, ...]]  # dtype, shape
 
 
@@ -62,14 +63,15 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
                 ),
             )
     for name, check in manifest.checks.items():
-        columns, allowed = list(check.columns), manifest.allowed_ids
+        columns = list(check.columns)
+        allowed = min(manifest.allowed_ids, manifest.roles[name].vocab_size) if name in manifest.roles else 0
         yield (
             f"checks.{name}",
-            name in manifest.roles
+            name in ("target", "draft")
             and bool(check.ids)
             and columns == sorted({*columns})
             and all(0 <= one < allowed for one in (*check.ids, *columns))
-            and all(len(row) == len(columns) > 1 and all(map(math.isfinite, row)) for row in check.logits)
+            and all(len(row) == len(columns) > 1 and all(abs(value) < _LARGEST for value in row) for row in check.logits)
             and 0 < check.tolerance < 1,
         )
     features = {_outputs(graph).get("hidden") or _outputs(graph).get("features") for graph in target.graphs}
