@@ -90,7 +90,8 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         documents = _calibration(request, target, folder, allowed, context, progress)
         place = Place(folder, device, context, request, progress, documents, _package(folder, "target", device))
         package = _package(folder, "draft", draft_device) if draft else place.package
-        beside = replace(place, device=draft_device, context=reach, package=package)
+        cut = tuple(document[:reach] for document in documents)
+        beside = replace(place, device=draft_device, context=reach, package=package, documents=cut)
         roles = {}
         if draft:
             one_call = draft_device.one_call if request.one_call is None else request.one_call

@@ -36,7 +36,7 @@ class Chances:
     """
 
     def __init__(self, longest: int, acceptance: Sequence[float] = ()) -> None:
-        rates = [after / before if before else 0.0 for before, after in pairwise((1.0, *acceptance))][:longest]
+        rates = [min(after / before, 1.0) if before else 0.0 for before, after in pairwise((1.0, *acceptance))][:longest]
         self._expected = [*rates, *(rates[-1:] or [_UNKNOWN]) * (longest - len(rates))]
         self._weight = _MEASURED if rates else _SAID
         self._by_position = [_Record() for _ in range(longest)]

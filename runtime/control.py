@@ -76,8 +76,8 @@ class Adaptive:
     drafter the choice may not depend on a clock (docs/contract.md). `acceptance` is a profile's (`chances.Chances`).
 
     A drafter of no cost is asked every round, and its proposals are compared with the text even when they are not verified,
-    so its estimates never age. A costly one is asked as long as that pays, and then probed now and then. One that goes token
-    by token (`stepwise`) asks before every token whether a longer chain is worth it, and its rounds must earn what they take.
+    so its estimates never age. A costly one is asked as long as its rounds earn what they take, and then probed now and then.
+    One that goes token by token (`stepwise`) asks before every token whether a longer chain is worth it.
     """
 
     def __init__(self, costs: Costs, acceptance: Sequence[float] = (), stepwise: bool = False) -> None:
@@ -97,14 +97,15 @@ class Adaptive:
     def ask(self, depth: int, nodes: int) -> TreeShape:
         self._most = 0 if self._hopeless else max(min(depth, nodes, self._longest), 0)
         self._least = self._drafted = self._taken = 0
-        return TreeShape.chain(self._gamma() if self._most else 0)
+        gamma = self._gamma() if self._most else 0
+        if gamma and not self._free:
+            self._drafted = 1  # even if nothing comes of it
+        return TreeShape.chain(gamma)
 
     def _gamma(self) -> int:
         if self._free:
             return self._most
-        pays = self._earned >= self._spent
-        gamma = self._most * pays if self._stepwise else self._best((), 0, self._most, 0)
-        if gamma:
+        if self._earned >= self._spent and (gamma := self._most if self._stepwise else self._best((), 0, self._most, 0)):
             self._plain_rounds = 0
             return gamma
         self._plain_rounds += 1
@@ -113,9 +114,13 @@ class Adaptive:
             return 0
         self._plain_rounds, self._least = 0, 1
         self._waits = min(2 * self._waits, _LONGEST_WAIT * self._patience)
-        return 1
+        return self._most if self._stepwise else self._best((), 1, self._most, 0)
 
-    def weigh(self, confidence: Sequence[float]) -> int:
+    @property
+    def weigh(self) -> Weigh | None:
+        return self._weigh if self._stepwise else None
+
+    def _weigh(self, confidence: Sequence[float]) -> int:
         """The best length of a chain whose last token could still be left out: with or without that, or longer."""
         self._drafted = len(confidence)
         return self._best(confidence, max(len(confidence) - 1, self._least), self._most, len(confidence))

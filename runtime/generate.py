@@ -288,7 +288,8 @@ class Engine:
     @cached_property
     def costs(self) -> Costs:
         """What control rests on: measured here, if a profile was, or else read off the rows."""
-        gammas = range(min(max(self.bundle.manifest.widths), self.deepest + 1))
+        known = max(self.profile.gammas) if self.profile else self.deepest  # behind these nothing was measured
+        gammas = range(min(max(self.bundle.manifest.widths), self.deepest + 1, known + 1))
         draft = tuple(self._draft_cost(gamma) if gamma else 0.0 for gamma in gammas)
         return Costs(draft, tuple(self._step_cost(gamma + 1) for gamma in gammas))
 

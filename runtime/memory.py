@@ -50,7 +50,8 @@ def measure_engines(path: Path, count: int) -> list[EngineMemory]:
     for _ in range(count):
         engine = load(path, reuse=False, self_check=False)
         engines.append(engine)
-        engine.generate([0] * (engine.context - 1), Sampling(), 1)
+        for context in {engine.draft_context, engine.context}:  # a draft model reads no text beyond its own
+            engine.generate([0] * (context - 1), Sampling(), 1)
         return_heap()
         after = read_memory(engine.weight_files)
         size = sum(file.stat().st_size for file in engine.weight_files)

@@ -98,8 +98,8 @@ def find_provider(device: Device, soc: str | None = None) -> Provider:
     found = _devices(device.provider)
     if not found:
         raise SpecedgeError(f"device {device.name!r}: {device.provider} finds no device of its own on this machine")
-    version = metadata.version(plugin.package.replace("_", "-"))
-    return Provider(device, device.provider, version, _sdk(plugin), chosen, found)
+    version = getattr(package, "__version__", None) or metadata.version(plugin.package.replace("_", "-"))
+    return Provider(device, device.provider, str(version), _sdk(plugin), chosen, found)
 
 
 def _find_core_ml(device: Device, package: Package) -> Provider:

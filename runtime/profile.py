@@ -203,7 +203,7 @@ def _drafting(total: Stats, plain: Stats) -> Drafting:
         drafting=drafting,
         d_ms=1e3 * total.draft_seconds / max(total.rounds, 1),
         h_ms=_host_ms(total),
-        speedup=total.tokens_per_second / plain.tokens_per_second,
+        speedup=total.tokens_per_second / plain.tokens_per_second if plain.tokens else float("nan"),
     )
 
 

@@ -149,8 +149,8 @@ class Proposal:
     """What a drafter proposes for one round.
 
     `q` gives, for every node with children and the root (-1), the law that these were drawn from: in order, without
-    replacement, after every filter. None if nothing was drawn at random, a point mass. `confidence` is, of a chain, the chance
-    that the drafter itself gives each token to be accepted, if all before it are; empty if it says nothing.
+    replacement, after every filter. None if nothing was drawn at random, a point mass. `confidence` is, of a chain, how sure
+    the drafter is that each token is accepted, if all before it are; empty if it says nothing.
     """
 
     tree: TokenTree

@@ -97,7 +97,7 @@ def test_graphs_hold_only_what_the_provider_takes(models: Models, device: str, f
         assert {spec.dtype for spec in (*graph.inputs, *graph.outputs)} == {"float16"}
 
 
-@pytest.mark.parametrize("name", ["draft", "eagle1", "some3"])
+@pytest.mark.parametrize("name", ["draft", "some3"])
 def test_drafters_too(chains: Chains, name: str) -> None:
     bundle = open_bundle(chains.path(name, "directml", "tree", one_call=None, **FLOAT16))
     operators = get_device("directml").operators

@@ -55,7 +55,7 @@ def turn(control: Control, most: int, room: int = 100, sure: float | None = None
     """
     asked = drafted = ask(control, room)
     if isinstance(control, Adaptive) and control._stepwise and asked:
-        assert sure is not None
+        assert sure is not None and control.weigh
         worth = [control.weigh([sure] * length) for length in range(1, asked + 1)]
         drafted = next((length for length, best in enumerate(worth, start=1) if best <= length), asked)
         asked = drafted - (drawn and worth[drafted - 1] < drafted)
@@ -166,6 +166,36 @@ def test_a_drafter_of_no_use_costs_little(draft_cost: float, slope: float, stepw
     assert sum(sorted(lost)[:-3]) <= 4 + 0.4
 
 
+def flat(width: int) -> float:
+    """One static width beside that of a token."""
+    return 1.0 if width == 1 else 2.1
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("barren", [0, 20, 60])
+def test_it_comes_back_where_a_single_draft_cannot_pay(stepwise: bool, drawn: bool, barren: int) -> None:
+    """A probe must be as long as a round that pays."""
+    control = adaptive(0.05, flat, widest=5, stepwise=stepwise)
+    sure = 0.9 if stepwise else None
+    for _ in range(barren):
+        turn(control, NONE, sure=sure, drawn=drawn)
+    turns = [turn(control, ALL, sure=sure, drawn=drawn) for _ in range(500)]
+    spent = sum(flat(each.taken + 1) + 0.05 * each.drafted for each in turns)
+    assert sum(each.emitted for each in turns) > (1.5 if barren else 2.0) * spent
+
+
+def test_a_drafter_that_finds_nothing_is_not_asked_for_ever() -> None:
+    """None of its tokens may follow, say: no chain comes, and the step that found that out was paid for."""
+    for stepwise in (False, True):
+        control, asked = adaptive(0.1, rising(0.2), stepwise=stepwise), 0
+        for _ in range(300):
+            asked += ask(control, 100) > 0
+            control.take((), 0, False)
+            control.observe((), 0, 0)
+        assert asked < 20
+
+
 def test_one_that_could_never_pay_is_never_asked() -> None:
     for stepwise in (False, True):
         control = adaptive(1.0, rising(0.2), stepwise=stepwise)
@@ -189,6 +219,7 @@ def test_what_was_drawn_is_verified() -> None:
         for drafted in range(WIDEST):
             ask(control, 100)
             assert control.take([0.01] * drafted, drafted, True) == drafted
+    assert adaptive(0.1).weigh is None  # what is drafted in one call cannot ask
 
 
 histories = st.lists(
@@ -208,8 +239,8 @@ def test_it_stays_within_room_and_widths_and_depends_on_nothing_else(
         supplied = asked // 2 if sure > 0.8 else asked  # a drafter may have less to offer
         stated = [sure] * supplied if sure > 0.2 else []
         assert ask(second, depth, nodes) == asked
-        weighed = [first.weigh([sure] * length) for length in range(1, asked + 1)]
-        assert weighed == [second.weigh([sure] * length) for length in range(1, asked + 1)]
+        weighed = [first.weigh([sure] * length) for length in range(1, asked + 1)] if first.weigh else []
+        assert weighed == ([second.weigh([sure] * length) for length in range(1, asked + 1)] if second.weigh else [])
         assert all(length - 1 <= worth <= max(min(depth, nodes), asked) for length, worth in enumerate(weighed, start=1))
         taken = first.take(stated, supplied, False)
         assert 0 <= taken <= supplied

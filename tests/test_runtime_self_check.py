@@ -42,9 +42,14 @@ def nothing_asked_yet() -> None:
     shutil.rmtree(cache_dir() / "self_checks", ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def made(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(models()[0], tmp_path_factory.mktemp("made") / "bundle", device="qnn", widths=(1, 4), **INT4)
+
+
 @pytest.fixture
-def path(models: Models, tmp_path: Path) -> Path:
-    return make(models()[0], tmp_path / "bundle", device="qnn", widths=(1, 4), **INT4)
+def path(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "bundle")
 
 
 def wrong(file: Path, name: str, part: str, factor: float) -> type[Session]:
@@ -86,8 +91,14 @@ def test_a_sound_device_passes_and_is_not_asked_again(path: Path, monkeypatch: p
         load(path, self_check=True)
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.5, -1.0, 1.3])
-@pytest.mark.parametrize("name", ["layers.0.self_attn.v_proj.weight", "layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("layers.0.self_attn.v_proj.weight", 0.0),
+        ("layers.0.self_attn.v_proj.weight", 1.3),
+        ("layers.1.mlp.down_proj.weight", 0.5),
+    ],
+)
 def test_one_wrong_layer_is_refused(path: Path, name: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "Session", wrong(path, name, "scales", factor))
     with pytest.raises(SpecedgeError, match=r"device 'qnn': computes something else .* step of (1|4|8) differ by") as refused:

@@ -132,6 +132,6 @@ def test_a_request_knows_nothing_of_those_before_it(bundles: Bundles, name: str,
     run_state_machine_as_test(
         machine(bundles, name, device),
         settings=settings(
-            deadline=None, max_examples=12, stateful_step_count=6, derandomize=True, suppress_health_check=[*HealthCheck]
+            deadline=None, max_examples=6, stateful_step_count=6, derandomize=True, suppress_health_check=[*HealthCheck]
         ),
     )
