@@ -167,7 +167,7 @@ def test_chains_that_end_where_the_drafter_is_unsure_keep_the_law(
 ) -> None:
     """Control chooses, at costs that make every length the best of some."""
     monkeypatch.setattr(engines["draft"], "costs", Costs((0.0, 0.02, 0.04, 0.06), (1.0, 1.1, 1.2, 1.3)))
-    pairs = first_two(engines["draft"], [START], rule, None, temperature=0.7)
+    pairs = first_two(engines["draft"], [START], rule, None, REQUESTS // 2, temperature=0.7)
     assert len({len(outcome.parents) for outcome in pairs.outcomes}) > 1
     assert chi_square(pairs.counts.sum(axis=1), law_of(P[START], 0.7)) > 0.001
     assert chi_square(pairs.counts, joint_law(0.7)) > 0.001
