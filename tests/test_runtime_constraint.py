@@ -46,7 +46,8 @@ def ways(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [*((name, "cpu-static") for name in NAMES if name != "eagle1"), ("draft", "cpu"), ("some3", "cpu"), ("lookup", "cpu")]
+    ("name", "device"),
+    [*((name, "cpu-static") for name in NAMES if name != "eagle1"), ("draft", "cpu"), ("some3", "cpu"), ("lookup", "cpu")],
 )
 def test_constrained_text_is_the_plain_constrained_text(pairs: Pairs, name: str, device: str) -> None:
     engine = pairs(name, device)[0]
