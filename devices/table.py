@@ -226,28 +226,16 @@ _ROWS = (
     ),
     # Intel's NPUs, GPUs and CPUs: what is here, in this order. NPUs want static shapes and symmetric 4 bits; whether they take
     # 8-bit tables nobody says, so the host looks embeddings up.
-    Device(
-        "openvino",
-        "OpenVINOExecutionProvider",
-        "delta",
-        static=True,
-        mask_value=-10000.0,
-        accuracy_level=0,
-        widest_block=32,
-        dtype="float16",
-        embeds=True,
-        widest_output=None,
-        ragged=False,
-        pads=True,
+    replace(
+        _DIRECT_ML,
+        name="openvino",
+        provider="OpenVINOExecutionProvider",
         zero_points=False,
-        prepares=False,
-        one_call=False,
-        default_widths=(1, 5),
-        verify_cost=_STATIC_COST,  # assumed, until one is measured on an NPU
         verified="numbers and times, on its CPU device; never on an Intel NPU or GPU",
         operators=OPENVINO,
+        options=(),
+        plans_memory=True,
         plugin=_OPENVINO,
-        float32=True,
     ),
     _DIRECT_ML,
     # What Windows keeps for the hardware at hand: an NPU before a GPU. The graphs of DirectML, with logits in pieces and rows

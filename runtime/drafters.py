@@ -74,7 +74,7 @@ class LookupDrafter:
     """Suffixes are compared up to this length: longer ones decide nothing more."""
     rates = (0.15, 0.5, 0.75, 0.9, 0.95, 0.98)
     """Of matches of 1, 2-3, 4-7, 8-15, 16-31 and more tokens, those that went on for one more (SmolLM2-135M on the built-in
-    prompts, chat and copy alike, within 0.1)."""
+    prompts, chat below and copy above, within 0.15)."""
 
     def __init__(self, context: int) -> None:
         self._ids = np.zeros(context, np.int64)

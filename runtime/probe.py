@@ -118,7 +118,7 @@ def _find_in_catalog(device: Device, catalog: Catalog) -> Provider:
     except (ImportError, OSError) as error:
         raise SpecedgeError(
             f"device {device.name!r}: needs {device.provider}, which is not here ({first_line(error)}); on Windows, "
-            f"pip install 'specedge[{catalog.extra}]'"
+            f"pip install 'specedge[{catalog.extra}]' as docs/windows.md says"
         ) from error
     failed: list[str] = []
     try:
@@ -137,9 +137,9 @@ def _find_in_catalog(device: Device, catalog: Catalog) -> Provider:
 
 
 def _register(name: str, library: str) -> None:
-    """Have onnxruntime load a provider's library, once; one that has failed may be tried again."""
+    """Have onnxruntime load a provider's library, unless it did, for us or the app around us; what failed may be tried again."""
     with _registering:
-        if name.lower() not in _registered:
+        if name.lower() not in _registered and not _devices(name):
             ort.register_execution_provider_library(name, library)
             _registered.add(name.lower())
 

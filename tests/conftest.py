@@ -6,8 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from bundles import Models
+    from eagles import Chains
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it once
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -22,6 +27,20 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECEDGE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> "Models":
+    from bundles import Models  # imports the exporter, which not every run needs
+
+    return Models(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory: pytest.TempPathFactory) -> "Chains":
+    from eagles import Chains
+
+    return Chains(tmp_path_factory.mktemp("chains"))
 
 
 @pytest.fixture(scope="session", autouse=True)

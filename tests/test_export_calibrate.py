@@ -36,11 +36,6 @@ DOCUMENTS = [[int(token) for token in np.random.default_rng(seed).integers(3, 12
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
 def biased(models: Models) -> tuple[Checkpoint, PreTrainedModel]:
     folder, model = models(attention_bias=True, mlp_bias=True)
     return open_checkpoint(str(folder)), model

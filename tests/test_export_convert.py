@@ -57,11 +57,6 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 TEXT = [int(token) for token in np.random.default_rng(0).integers(0, 50, 128)]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
 @contextlib.contextmanager
 def int8_activations(model: PreTrainedModel, weights: Sequence[Weight]) -> Iterator[None]:
     """What accuracy_level 4 may do: every linear layer reads 8-bit codes, one scale per block of a row."""

@@ -48,11 +48,6 @@ PACKAGE = "target/model.mlpackage"
 WEIGHT_FILE = f"{PACKAGE}/Data/com.apple.CoreML/weights/weight.bin"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
 def converted(models: Models, path: Path, name: str, **options: Any) -> Bundle:
     device, form = FORMS[name]
     return open_bundle(make(models()[0], path, device=device, **({"widths": (1, 4)} | form | options)))

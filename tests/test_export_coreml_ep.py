@@ -31,16 +31,6 @@ IDS = [int(token) for token in np.random.default_rng(0).integers(3, 128, 30)]
 LIMITS = {"float32": 1e-3, "float16": 0.1}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Chains:
-    return Chains(tmp_path_factory.mktemp("chains"))
-
-
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_graphs_compute_the_model_with_the_operators_there_are(models: Models, dtype: str, tmp_path: Path) -> None:
     source, model = models()

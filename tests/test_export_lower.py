@@ -44,11 +44,6 @@ SETTINGS = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}
 forms = pytest.mark.parametrize("form", FORMS)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
 def source(models: Models, form: str, folder: Path) -> Path:
     """The checkpoint that `form` is made from."""
     plain, _ = models(**SETTINGS)

@@ -27,11 +27,6 @@ def symmetric_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(table.DEVICES, "symmetric", row)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
 @pytest.mark.parametrize("shape", [{}, RAGGED], ids=["whole", "ragged"])
 @pytest.mark.parametrize("group", [16, 32, None])
 def test_an_asymmetric_model_computes_what_is_stored(

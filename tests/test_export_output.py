@@ -26,11 +26,6 @@ devices = pytest.mark.parametrize("device", ["cpu", "cpu-static"])
 BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "vocab_size": 4096}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
 @devices
 @pytest.mark.parametrize(("body", "head"), [("float32", "float32"), (INT4, INT8)], ids=["float32", "int4"])
 def test_weights_lie_beside_small_graphs_on_pages(models: Models, device: str, body: Any, head: Any, tmp_path: Path):

@@ -36,16 +36,6 @@ TAKEN = {"Add", "Concat", "Expand", "FusedMatMul", "Gather", "MatMul", "MatMulNB
 TAKEN |= {"ReduceSum", "Reshape", "Sigmoid", "Slice", "Softmax", "Split", "Squeeze", "Sub", "Tile", "Transpose", "Unsqueeze"}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Chains:
-    return Chains(tmp_path_factory.mktemp("chains"))
-
-
 @pytest.mark.parametrize("shape", [{}, RAGGED], ids=["whole", "ragged"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_cpu_computes_what_is_stored(models: Models, shape: dict[str, Any], form: str, tmp_path: Path) -> None:

@@ -34,16 +34,6 @@ IDS = [int(token) for token in np.random.default_rng(0).integers(3, 128, 24)]
 FLOAT32: dict[str, Any] = {"body": "float32", "head": "float32"}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Chains:
-    return Chains(tmp_path_factory.mktemp("chains"))
-
-
 # ---- numbers
 
 

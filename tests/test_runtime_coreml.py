@@ -42,16 +42,6 @@ PACKAGE = "target/model.mlpackage"
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Chains:
-    return Chains(tmp_path_factory.mktemp("chains"))
-
-
-@pytest.fixture(scope="module")
 def path(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(models()[0], tmp_path_factory.mktemp("bundles") / "b", device="coreml-ane", widths=(1, 4), **CHANNEL)
 

@@ -37,11 +37,6 @@ PROMPT = [2, 4, 6]
 
 
 @pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Chains:
-    return Chains(tmp_path_factory.mktemp("chains"))
-
-
-@pytest.fixture(scope="module")
 def model(chains: Chains) -> LlamaForCausalLM:
     """In transformers, the target of which every token depends on all of the text."""
     return tiny.load_hf(chains.target("mixed"))

@@ -31,16 +31,6 @@ IDS = [int(token) for token in np.random.default_rng(0).integers(3, 128, 24)]
 TAKEN = {"OpenVINOExecutionProvider"}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Chains:
-    return Chains(tmp_path_factory.mktemp("chains"))
-
-
 @pytest.mark.parametrize("shape", [{}, RAGGED], ids=["whole", "ragged"])
 @pytest.mark.parametrize(
     "form", [INT4, ASYMMETRIC, CHANNEL, FLOAT16, FLOAT32], ids=["int4", "asymmetric", "channel", "float16", "float32"]

@@ -45,16 +45,6 @@ IDS = [int(token) for token in np.random.default_rng(0).integers(3, 128, 24)]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Chains:
-    return Chains(tmp_path_factory.mktemp("chains"))
-
-
-@pytest.fixture(scope="module")
 def path(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(models()[0], tmp_path_factory.mktemp("int4") / "bundle", device="qnn", widths=(1, 4), **INT4)
 

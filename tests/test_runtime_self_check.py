@@ -32,11 +32,6 @@ if platform.machine() not in ("x86_64", "AMD64"):
     pytest.skip("the emulator is in the x86-64 library alone", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory)
-
-
 @pytest.fixture(autouse=True)
 def nothing_asked_yet() -> None:
     shutil.rmtree(cache_dir() / "self_checks", ignore_errors=True)

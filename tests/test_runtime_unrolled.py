@@ -42,11 +42,6 @@ LENGTHS = (2, 3, 7, 8, 9, 10, 17, 30, 50, 61, 62, 63)
 
 
 @pytest.fixture(scope="module")
-def chains(tmp_path_factory: pytest.TempPathFactory) -> Chains:
-    return Chains(tmp_path_factory.mktemp("chains"))
-
-
-@pytest.fixture(scope="module")
 def model(chains: Chains) -> LlamaForCausalLM:
     return tiny.load_hf(chains.target("mixed"))
 
