@@ -137,7 +137,7 @@ def _find_in_catalog(device: Device, catalog: Catalog) -> Provider:
 
 
 def _register(name: str, library: str) -> None:
-    """Have onnxruntime load a provider's library, unless it did, for us or the app around us; one that failed may be retried."""
+    """Have onnxruntime load a library, unless it did, for us or the app around us; one that failed may be retried."""
     with _registering:
         if name.lower() not in _registered and not _devices(name):
             ort.register_execution_provider_library(name, library)
