@@ -1,6 +1,5 @@
 """The `spec-export` command: parse, build a request, call, print. The runtime's commands stand beside the exporting ones."""
 
-import importlib
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ import rich.table
 from specedge import __version__
 from specedge.bundle import Bundle, open_bundle
 from specedge.devices.table import get_device
-from specedge.errors import SpecedgeError, UsageError
+from specedge.errors import UsageError
+from specedge.export.cli_train import train_command
+from specedge.export.extra import need
 from specedge.quant.scheme import BITS, GROUPS
 from specedge.reports import write_report
 from specedge.runtime.bench import as_dict, bench
@@ -39,7 +40,7 @@ def main(debug: bool) -> None:
 def fetch_command(name: str) -> None:
     """Put a small real model into the cache and print its path: smollm2-135m."""
     with Output(None).progress() as progress:
-        path = _export("fetch").fetch(name, progress)
+        path = need("fetch").fetch(name, progress)
     click.echo(path)
 
 
@@ -160,7 +161,7 @@ def convert_command(
         raise UsageError(f"--lookup: means no other drafter; leave out --lookup or --{other}")
     if gamma is not None and widths is not None:
         raise UsageError("--widths: says what --gamma would; give one of them")
-    recipes = _export("cli_recipe")
+    recipes = need("cli_recipe")
     row = get_device(device)
     if draft_device and not other:
         raise UsageError("--draft-device: says where a drafter runs; give --draft, --medusa or --eagle")
@@ -175,7 +176,7 @@ def convert_command(
     own = drafters.given or (draft_row.blocks, draft_row.contrib) != (row.blocks, row.contrib)
     of_draft = weights if draft_row.contrib == row.contrib else "int4" if draft_row.contrib else "fp32"
     draft_recipe = drafters.recipe(draft_row, of_draft) if own else None
-    request = _export("request").Request(
+    request = need("request").Request(
         model=model,
         output=output,
         draft=draft,
@@ -208,7 +209,7 @@ def convert_command(
 def _convert(request: Any, output: Output) -> dict[str, object]:
     start = time.perf_counter()
     with output.progress() as progress:
-        bundle: Bundle = _export("convert").convert(request, progress)
+        bundle: Bundle = need("convert").convert(request, progress)
     seconds = time.perf_counter() - start
     show_bundle(output, bundle)
     return inspect(bundle) | {"seconds": seconds, "peak_rss_bytes": peak_rss()}
@@ -253,8 +254,8 @@ def validate_command(
     """Prove that a BUNDLE computes what its checkpoint says; exit code 0 only if everything passed."""
     output = Output(json_file)
     with output.progress() as progress:
-        judged = _export("quality").Judged(text, held_out or _JUDGED) if text or held_out else None
-        report = _export("validate").validate(
+        judged = need("quality").Judged(text, held_out or _JUDGED) if text or held_out else None
+        report = need("validate").validate(
             bundle, reference, draft_reference, device, draft_device, prompts, tokens, progress, judged, layers
         )
     _show_report(output, bundle, report)
@@ -306,10 +307,10 @@ def demo_command(output: Path, json_file: str | None) -> None:
     """Fetch SmolLM2-135M-Instruct, convert it to INT4, validate it, and time plain against speculative decoding."""
     out = Output(json_file)
     with out.progress() as progress:
-        model = str(_export("fetch").fetch("smollm2-135m", progress))
-    converted = _convert(_export("request").Request(model=model, output=output, force=True), out)
+        model = str(need("fetch").fetch("smollm2-135m", progress))
+    converted = _convert(need("request").Request(model=model, output=output, force=True), out)
     with out.progress() as progress:
-        report = _export("validate").validate(output, model, progress=progress)
+        report = need("validate").validate(output, model, progress=progress)
     _show_report(out, output, report)
     engine = load(output, reuse=False)
     with out.progress() as progress:
@@ -329,15 +330,5 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
         raise UsageError(f"{option} {text!r}: expected numbers separated by commas, such as 1,5,9") from None
 
 
-def _export(module: str) -> Any:
-    """A module of the export side; a plain install lacks what it needs."""
-    try:
-        return importlib.import_module(f"specedge.export.{module}")
-    except ImportError as error:
-        if error.name is None or error.name.startswith("specedge"):
-            raise
-        raise SpecedgeError(f"this command needs the package {error.name}; pip install 'specedge[export]'") from error
-
-
-for _command in COMMANDS:
+for _command in (train_command, *COMMANDS):
     main.add_command(_command)

@@ -17,8 +17,9 @@ from specedge.errors import UsageError
 from specedge.export.calibration_text import read_calibration
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.decoder import NORMED
+from specedge.export.draft_checkpoint import EMBEDDING, DraftCheckpoint, open_draft
 from specedge.export.eagle_checkpoint import open_eagle
-from specedge.export.heads import write_eagle, write_medusa
+from specedge.export.heads import borrow, stored_vocabulary, write_eagle, write_medusa
 from specedge.export.medusa import open_medusa
 from specedge.export.plan import check_recipe
 from specedge.export.request import Request
@@ -54,7 +55,7 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         raise UsageError(f"--min-target: says what a Core ML package runs on, and {device.name} runs none; leave it out")
     recipe = request.recipe.on(device)
     target = open_checkpoint(request.model)
-    draft = open_checkpoint(request.draft) if request.draft else None
+    draft = open_draft(request.draft, target) if request.draft else None
     medusa = open_medusa(request.medusa, target.config.hidden, target.config.vocab_size) if request.medusa else None
     if medusa and (deepest := max(map(len, request.tree), default=0)) > medusa.config.heads:
         raise UsageError(f"tree: {deepest} deep, expected at most {medusa.config.heads}, a head per depth")
@@ -64,16 +65,17 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
     context = _context(request, target)
     reach = min(context, draft.config.max_positions) if draft else context  # behind that nothing is drafted
     verify = _widths(request, device, context)
-    ids = eagle.config.draft_vocab_size if eagle else draft.config.vocab_size if draft else 0
+    ids = eagle.config.draft_vocab_size if eagle else draft.config.head_rows if draft else 0
     drafted, widths = _drafts(request, draft_device, verify, ids), _draft_widths(request.tree, reach)
     draft_recipe = request.drafter.on(draft_device)
-    if (medusa or eagle) and draft_recipe.dtype != recipe.dtype and draft_device.dtype == "float16":
+    borrows = medusa or eagle or isinstance(draft, DraftCheckpoint)
+    if borrows and draft_recipe.dtype != recipe.dtype and draft_device.dtype == "float16":
         raise UsageError(
             f"draft device {draft_device.name!r}: computes in {draft_device.dtype}, and heads in the target's {recipe.dtype}"
         )
     if (medusa or eagle) and device != draft_device and (device.package or draft_device.package):
         raise UsageError(f"draft device {draft_device.name!r}: heads lie in one package with the target; leave it out")
-    if medusa or eagle:  # a head reads what the target gives, and its matrices
+    if borrows:  # a head reads what the target gives, and its matrices
         draft_recipe = request.drafter.on(device)
     if draft and reach < context:
         _log.warning("%s: was made for %d positions; texts longer than that go on without drafts", draft.name, reach)
@@ -93,14 +95,19 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         cut = tuple(document[:reach] for document in documents)
         beside = replace(place, device=draft_device, context=reach, package=package, documents=cut)
         roles = {}
-        if draft:
-            one_call = draft_device.one_call if request.one_call is None else request.one_call
-            roles["draft"] = write_model("draft", draft, widths, beside, draft_recipe, drafts=drafted if one_call else ())
         taps = eagle.config.taps if eagle else (NORMED,) if medusa else ()
         roles["target"] = write_model("target", target, verify, place, recipe, taps)
+        if draft:
+            one_call = draft_device.one_call if request.one_call is None else request.one_call
+            lent, known = {}, []
+            if isinstance(draft, DraftCheckpoint):
+                lent, known = {EMBEDDING: borrow(roles["target"], EMBEDDING)}, stored_vocabulary(draft.vocabulary)
+            roles["draft"] = write_model(
+                "draft", draft, widths, beside, draft_recipe, drafts=drafted if one_call else (), lent=lent, vocabulary=known
+            )
         if eagle:
             roles["eagle"] = write_eagle(eagle, target, roles["target"], verify, widths, beside, draft_recipe, drafted)
-        heads = {"medusa": write_medusa(medusa, roles["target"], beside, draft_recipe)} if medusa else {}
+        heads = {"medusa": write_medusa(medusa, target, roles["target"], beside, draft_recipe)} if medusa else {}
         packages = [package for package in dict.fromkeys((place.package, beside.package)) if package]
         packed = {at: weight for package in packages for at, weight in package.save(DECODE).items()}
         roles = {name: replace(role, weights=settle(folder, name, role.weights, packed)) for name, role in roles.items()}

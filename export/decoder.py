@@ -4,6 +4,7 @@ T is the width of a step, L the tokens in the cache, C the context, N heads, K K
 H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,18 +38,28 @@ def padded_head_dim(config: DecoderConfig, form: Form) -> int:
 class Linear(nn.Module):
     """y = x W^T + b with the checkpoint's own [out, in] layout; lowering turns it into the device's matrix product."""
 
+    compute: torch.dtype | None = None
+    """What it multiplies in, where that is another type than x's: training's bfloat16."""
+
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        product = self.product(x)
+        return product if self.bias is None else product + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T."""
+        if self.compute is None:
+            return F.linear(x, self.weight)
+        return F.linear(x.to(self.compute), self.weight.to(self.compute)).to(x.dtype)
 
 
 def joined(x: Tensor, *layers: Linear) -> Tensor:
     """What several layers make of the same input, side by side: one matrix product where lowering finds their weights so."""
-    product = torch.cat([F.linear(x, layer.weight) for layer in layers], -1)
+    product = torch.cat([layer.product(x) for layer in layers], -1)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return product + torch.cat(biases) if biases else product
 
@@ -135,17 +146,16 @@ class Attention(nn.Module):
         return heads.reshape(1, rows, (config.heads + 2 * config.kv_heads) * head_dim)
 
     def _attend_delta(self, packed: Tensor, step: "Step", past: KV) -> tuple[Tensor, KV]:
-        # packed [1, T, (N + 2 K) D]; past [1, K, C, D]; step.bias [1, 1, G T, C + T]
-        config, rows = self.config, packed.shape[1]
-        heads = packed.view(1, rows, config.heads + 2 * config.kv_heads, config.head_dim).transpose(1, 2)
-        query, key, value = heads.split((config.heads, config.kv_heads, config.kv_heads), 1)  # [1, count, T, D]
+        # packed [B, T, (N + 2 K) D]; past [B, K, C, D]; step.bias [B or 1, 1, G T, C + T]; graphs have a batch B of 1
+        config, (batch, rows) = self.config, packed.shape[:2]
+        heads = packed.view(batch, rows, config.heads + 2 * config.kv_heads, config.head_dim).transpose(1, 2)
+        query, key, value = heads.split((config.heads, config.kv_heads, config.kv_heads), 1)  # [B, count, T, D]
         query = rotate(query, step.cos, step.sin) * config.head_dim**-0.5
         key = rotate(key, step.cos, step.sin)
-        grouped = query.reshape(1, config.kv_heads, -1, config.head_dim)  # [1, K, G T, D]
-        keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
-        weights = torch.softmax(grouped @ keys.transpose(2, 3) + step.bias, -1)
-        mixed = (weights @ values).reshape(1, config.heads, rows, config.head_dim).transpose(1, 2)
-        return mixed.reshape(1, rows, config.heads * config.head_dim), (key, value)
+        grouped = query.reshape(batch, config.kv_heads, -1, config.head_dim)  # [B, K, G T, D]
+        mixed = step.attend(grouped, past, (key, value), step.bias)
+        mixed = mixed.reshape(batch, config.heads, rows, config.head_dim).transpose(1, 2)
+        return mixed.reshape(batch, rows, config.heads * config.head_dim), (key, value)
 
 
 class Gate(nn.Module):
@@ -221,7 +231,7 @@ class Decoder(nn.Module):
         if config.rotation is not None:
             self.rotation = Turn(*config.rotation, dtype)
         if form == "in-place":
-            self.lm_head = Linear(config.hidden, config.vocab_size, False, dtype)
+            self.lm_head = Linear(config.hidden, config.head_rows, False, dtype)
             if config.tied:
                 self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]  # torch calls it a Tensor
 
@@ -253,6 +263,16 @@ class Decoder(nn.Module):
         return out, torch.cat([hidden if tap == NORMED else back(streams[tap]) for tap in self.taps], -1), columns
 
 
+Attend = Callable[[Tensor, KV, KV, Tensor], Tensor]
+"""Queries [B, K, G T, D], the past's columns, the rows' own, the bias -> the values they see, mixed [B, K, G T, D]."""
+
+
+def attend(query: Tensor, past: KV, new: KV, bias: Tensor) -> Tensor:
+    """To the past's columns and the new ones behind them."""
+    keys, values = torch.cat((past[0], new[0]), 2), torch.cat((past[1], new[1]), 2)
+    return torch.softmax(query @ keys.transpose(2, 3) + bias, -1) @ values
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What every layer of a step shares, in the shapes its form wants."""
@@ -263,6 +283,7 @@ class Step:
     lengths: tuple[Tensor, ...] = ()  # in place: seqlens_k and total_sequence_length, the spare row counted
     positions: Tensor | None = None  # [1, T + 1], rows of cos and sin
     spare: Tensor | None = None  # zeros [1, 1, (N + 2 K) D]
+    attend: Attend = attend
 
 
 def delta_step(step: Step, config: DecoderConfig) -> Step:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specedge.export.decoder import KV, Attention, Gate, Linear, RMSNorm, Step, delta_step
+from specedge.export.decoder import KV, Attend, Attention, Gate, Linear, RMSNorm, Step, attend, delta_step
 from specedge.export.families import DecoderConfig
 
 
@@ -103,9 +103,10 @@ class Eagle(nn.Module):
         rope_sin: Tensor,
         attention_bias: Tensor,  # [1, 1, T, P + T]
         past: KV,  # [1, K, P, D] each
+        attend: Attend = attend,
     ) -> tuple[Tensor, Tensor, KV]:
         """(what feeds the LM head, what is fed back, the new columns)."""
-        step = delta_step(Step(rope_cos, rope_sin, attention_bias), self.config.decoder)
+        step = delta_step(Step(rope_cos, rope_sin, attention_bias, attend=attend), self.config.decoder)
         embedded = self.embed_tokens(input_ids)
         if self.config.generation == 1:
             out, columns = self.layer(self.fc(torch.cat((embedded, hidden), -1)), None, step, past)

@@ -16,6 +16,7 @@ from specedge.export.eagle_vocabulary import read_vocabulary, vocabulary_notes
 from specedge.export.families import DecoderConfig
 from specedge.export.head_files import HeadFiles, open_head
 from specedge.export.tensors import first_of
+from specedge.quant.pack import Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class EagleCheckpoint:
 
     def stored_type(self, name: str) -> str:
         return self.files.tensors[self.names[name]].dtype
+
+    def grid(self, name: str) -> Quantized | None:
+        return self.files.grid(self.names[name])
 
 
 def open_eagle(source: str, target: DecoderConfig, taps: tuple[int, ...] | None = None) -> EagleCheckpoint:

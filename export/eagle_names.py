@@ -76,7 +76,7 @@ class NamedTensors:
         return tensor.read().astype(np.int64)
 
     def require_floats(self, name: str) -> None:
-        if (dtype := self.files.tensors[self.names[name]].dtype) not in _FLOATS:
+        if (dtype := self.files.tensors[self.names[name]].dtype) in _INTEGERS:
             raise SpecedgeError(f"{self.where(name)}: expected one of {', '.join(_FLOATS)}, found {dtype}")
 
     def missing(self, name: str, why: str) -> NoReturn:

@@ -20,9 +20,16 @@ def read_vocabulary(tensors: NamedTensors, settings: EagleSettings, vocab_size: 
         if drafted != vocab_size:
             tensors.missing("d2t", f"which says what the {drafted} draft ids are among the target's {vocab_size}")
         return None
+    return None if len(tensors.integers("d2t")) == vocab_size else mapped_ids(tensors, vocab_size)
+
+
+def mapped_ids(tensors: NamedTensors, vocab_size: int) -> npt.NDArray[np.int32]:
+    """[Vd] the target's id of every draft id, as d2t says it.
+
+    Raises:
+        SpecedgeError: They are not ascending ids of the target, or t2d says otherwise.
+    """
     offsets = tensors.integers("d2t")
-    if len(offsets) == vocab_size:
-        return None
     source, ids = tensors.where("d2t"), np.arange(len(offsets)) + offsets
     if (strange := np.flatnonzero((ids < 0) | (ids >= vocab_size))).size:
         first = strange[0]

@@ -36,6 +36,12 @@ class DecoderConfig:
     inv_freq: tuple[float, ...]  # float32 values, head_dim / 2 of them, every RoPE scaling folded in
     rope_scaling: float  # multiplies cos and sin
     rotation: tuple[int, int] | None = None  # of the residual stream, by the sizes of its two factors (`rotated`)
+    drafted: int | None = None  # rows of lm_head, where a draft model has fewer than the embedding
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of lm_head."""
+        return self.vocab_size if self.drafted is None else self.drafted
 
     def __post_init__(self) -> None:
         sizes = {
@@ -159,7 +165,7 @@ def tensor_names(config: DecoderConfig) -> dict[str, tuple[str, tuple[int, ...]]
     shapes["norm.weight"] = (hidden,)
     names = {name: (f"model.{name}", shape) for name, shape in shapes.items()}
     if not config.tied:
-        names["lm_head.weight"] = ("lm_head.weight", (config.vocab_size, hidden))
+        names["lm_head.weight"] = ("lm_head.weight", (config.head_rows, hidden))
     return names
 
 

@@ -82,7 +82,7 @@ class GgufCheckpoint:
 
     def tensor(self, name: str) -> Float32:
         stored = self.stored[name]
-        values = _dequantize(stored)
+        values = dequantize(stored)
         check_finite(str(self.path), stored.name, values)
         return self._in_order(name, values)
 
@@ -128,17 +128,17 @@ class GgufCheckpoint:
 
 def open_gguf(path: Path, name: str) -> GgufCheckpoint:
     """Check a file without reading its weights."""
-    reader = _open(path)
+    reader = open_reader(path)
     metadata = {key: field.contents() for key, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _check_types(path, tensors)
+    check_types(path, tensors)
     settings = _read_settings(path, metadata, tensors)
     try:
         reference_config = LlamaConfig(**settings)
     except (StrictDataclassError, ValueError, TypeError, ArithmeticError) as error:
         raise SpecedgeError(f"{path}: transformers refuses its settings: {' '.join(str(error).split())}") from error
     stored_factors = tensors.pop(_ROPE_FACTORS, None)
-    factors = None if stored_factors is None else _dequantize(stored_factors)
+    factors = None if stored_factors is None else dequantize(stored_factors)
     config = read_config(reference_config, str(path), None if factors is None else factors.tolist())
     expected = {canonical: (gguf_name(canonical), shape) for canonical, (_, shape) in tensor_names(config).items()}
     shapes = {key: tuple(int(size) for size in reversed(tensor.shape)) for key, tensor in tensors.items()}
@@ -167,7 +167,8 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_MODULES[module]}.{kind}"
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def open_reader(path: Path) -> gguf.GGUFReader:
+    """A file whose header and tensors fit it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(64)
@@ -186,7 +187,8 @@ def _open(path: Path) -> gguf.GGUFReader:
         ) from error
 
 
-def _check_types(path: Path, tensors: Mapping[str, gguf.ReaderTensor]) -> None:
+def check_types(path: Path, tensors: Mapping[str, gguf.ReaderTensor]) -> None:
+    """Refuse a type whose values cannot be had."""
     for kind, name in {tensor.tensor_type: tensor.name for tensor in tensors.values()}.items():
         _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         try:
@@ -251,7 +253,8 @@ def _token_id(path: Path, metadata: Mapping[str, Any], key: str) -> int | None:
     return token
 
 
-def _dequantize(stored: gguf.ReaderTensor) -> Float32:
+def dequantize(stored: gguf.ReaderTensor) -> Float32:
+    """Its values."""
     with np.errstate(invalid="ignore"):  # infinite scales are found by check_finite
         values: Float32 = gguf.dequantize(stored.data, stored.tensor_type)
     return np.array(values) if stored.tensor_type == gguf.GGMLQuantizationType.F32 else values  # F32 is the map itself

@@ -33,6 +33,15 @@ def read_grid(kind: str, stored: Bytes) -> Quantized:
     return Quantized(scheme, shape, codes, np.ascontiguousarray(parts[..., 0]), minima=minima)
 
 
+def write_grid(values: Quantized) -> Bytes:
+    """Exact inverse of `read_grid`: [N, bytes of a row], scales and minima of float16 precision."""
+    parts = [values.scales] if values.minima is None else [values.scales, values.minima]
+    header = np.stack(parts, -1).astype("<f2").view(np.uint8).reshape(*values.scales.shape, -1)
+    codes, half = values.codes, values.codes.shape[-1] // 2
+    packed = codes ^ np.uint8(128) if values.scheme.bits == 8 else codes[..., :half] | codes[..., half:] << np.uint8(4)
+    return np.concatenate((header, packed), -1).reshape(len(codes), -1)
+
+
 def _unpack(packed: Bytes, bits: int) -> Bytes:
     if bits == 8:
         return packed + np.uint8(128)  # signed to unsigned, modulo 256

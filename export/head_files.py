@@ -1,4 +1,4 @@
-"""The files of a draft head's checkpoint: its settings and tensors, from safetensors or a pickle that holds nothing else."""
+"""The files of a draft head's checkpoint: its settings and tensors, from safetensors, GGUF, or a pickle of nothing else."""
 
 import json
 import pickle
@@ -12,13 +12,15 @@ import numpy.typing as npt
 import torch
 
 from specedge.errors import SpecedgeError
+from specedge.export.gguf_head import GgufTensor, read_gguf_head
 from specedge.export.hub import download, folder_name, is_hub_id
 from specedge.export.safetensors_checkpoint import read_license
 from specedge.export.safetensors_file import read_header
 from specedge.export.tensors import check_finite, first_of
+from specedge.quant.pack import Quantized
 
 # In the order they are looked for: what the projects that publish heads write, safetensors first.
-_NAMES = ("medusa_lm_head.safetensors", "model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+_NAMES = ("medusa_lm_head.safetensors", "model.safetensors", "model.gguf", "medusa_lm_head.pt", "pytorch_model.bin")
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _HUB_FILES = (*_NAMES, "config.json", "README.md")
 
@@ -47,6 +49,11 @@ class HeadFiles:
     license: str | None
     settings: Mapping[str, Any]
     tensors: Mapping[str, HeadTensor]
+
+    def grid(self, name: str) -> Quantized | None:
+        """A matrix's own codes and scales, where the file has some."""
+        tensor = self.tensors[name]
+        return tensor.grid() if isinstance(tensor, GgufTensor) else None
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor's values, which must be finite."""
@@ -79,6 +86,9 @@ def _open_folder(folder: Path, name: str) -> HeadFiles:
 
 
 def _open(path: Path, name: str) -> HeadFiles:
+    if path.suffix == ".gguf":
+        head = read_gguf_head(path)
+        return HeadFiles(path, name, head.license, head.settings, head.tensors)
     folder = path.parent
     tensors = _read_pickle(path) if path.suffix in _PICKLES else read_header(path, integers=True)
     if not tensors:

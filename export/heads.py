@@ -22,14 +22,26 @@ from specedge.manifest import VOCABULARY, Head, Role, Rope, Weight
 from specedge.quant.pack import Quantized
 
 
-def write_medusa(medusa: MedusaCheckpoint, target: Role, place: Place, recipe: Recipe) -> Head:
+def stored_vocabulary(ids: npt.NDArray[np.int32] | None) -> list[Stored]:
+    """What a weight file holds of a draft vocabulary."""
+    return [] if ids is None else [Stored(VOCABULARY, ids, "I64", "", exact=True)]
+
+
+def borrow(target: Role, name: str) -> Weight:
+    """The target's weight for a graph that lies beside its folder; a tied head is the embedding."""
+    weights = {weight.name: weight for weight in target.weights}
+    weight = weights.get(name) or weights["embed_tokens.weight"]
+    return replace(weight, name=f"target.{weight.name}")  # a head may have its own by that name
+
+
+def write_medusa(medusa: MedusaCheckpoint, checkpoint: Checkpoint, target: Role, place: Place, recipe: Recipe) -> Head:
     """Heads' weights in `folder/medusa` and their graph beside it, where it reaches the target's weights too."""
-    config = medusa.config
-    plan = plan_head(medusa.shapes, recipe)
-    weights = write_weights("medusa", medusa, plan, place.folder, place.device, place.progress)
+    config, tensors = medusa.config, MedusaTensors(medusa, checkpoint)
+    plan, more = plan_head(tensors.shapes, recipe), stored_vocabulary(medusa.vocabulary)
+    weights = write_weights("medusa", tensors, plan, place.folder, place.device, place.progress, more)
     by_name = {weight.name: weight for weight in weights}
-    if not config.own_head:
-        by_name["lm_head.weight"] = _borrow(target, "lm_head.weight")
+    if not config.own_head and "lm_head.weight" not in by_name:
+        by_name["lm_head.weight"] = borrow(target, "lm_head.weight")
     write = GraphWriter(place, "medusa", "", by_name, 1)
     return Head(
         kind="medusa",
@@ -57,13 +69,12 @@ def write_eagle(
     """
     config, layer, device = eagle.config, eagle.config.decoder, place.device
     tensors = EagleTensors(eagle, checkpoint)
-    more = [] if eagle.vocabulary is None else [Stored(VOCABULARY, eagle.vocabulary, "I64", "", exact=True)]
-    plan = plan_head(tensors.shapes, recipe)
+    plan, more = plan_head(tensors.shapes, recipe), stored_vocabulary(eagle.vocabulary)
     weights = write_weights("eagle", tensors, plan, place.folder, place.device, place.progress, more)
     by_name = {weight.name: weight for weight in weights}
     for name in ("embed_tokens.weight", "lm_head.weight"):
         if name not in by_name:
-            by_name[name] = _borrow(target, name)
+            by_name[name] = borrow(target, name)
 
     gives, names = (LOGITS, FED_BACK), ("key_0", "value_0")
     first = Body("first", to_onnx.trace_eagle(config, False, recipe.dtype), gives, names)
@@ -101,11 +112,28 @@ def _name(kind: str, width: int | None) -> str:
     return kind if width is None else f"{kind}_{width}"
 
 
-def _borrow(target: Role, name: str) -> Weight:
-    """The target's weight for a graph that lies beside its folder; a tied head is the embedding."""
-    weights = {weight.name: weight for weight in target.weights}
-    weight = weights.get(name) or weights["embed_tokens.weight"]
-    return replace(weight, name=f"target.{weight.name}")  # a head may have its own by that name
+def in_target(name: str, checkpoint: Checkpoint) -> str:
+    """Where the target keeps its embedding or LM head."""
+    return "embed_tokens.weight" if checkpoint.config.tied else name
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """Rows of the target's LM head (or embedding): those of the draft vocabulary."""
+
+    checkpoint: Checkpoint
+    vocabulary: npt.NDArray[np.int32] | None
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        rows: npt.NDArray[np.float32] = self.checkpoint.tensor(in_target(name, self.checkpoint))[self.vocabulary]
+        return rows
+
+    def stored_type(self, name: str) -> str:
+        return self.checkpoint.stored_type(in_target(name, self.checkpoint))
+
+    def grid(self, name: str) -> Quantized | None:
+        grid = self.checkpoint.grid(in_target(name, self.checkpoint))
+        return None if grid is None or self.vocabulary is None else grid.rows(self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +158,44 @@ class EagleTensors:
         return shapes
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        if name in self.eagle.names:
-            return self.eagle.tensor(name)
-        rows: npt.NDArray[np.float32] = self.checkpoint.tensor(self._in_target(name))[self.eagle.vocabulary]
-        return rows
+        return self.eagle.tensor(name) if name in self.eagle.names else self._rows.tensor(name)
 
     def stored_type(self, name: str) -> str:
-        of_head = name in self.eagle.names
-        return self.eagle.stored_type(name) if of_head else self.checkpoint.stored_type(self._in_target(name))
+        return self.eagle.stored_type(name) if name in self.eagle.names else self._rows.stored_type(name)
 
     def grid(self, name: str) -> Quantized | None:
-        grid = None if name in self.eagle.names else self.checkpoint.grid(self._in_target(name))
-        return None if grid is None or self.eagle.vocabulary is None else grid.rows(self.eagle.vocabulary)
+        return self.eagle.grid(name) if name in self.eagle.names else self._rows.grid(name)
 
-    def _in_target(self, name: str) -> str:
-        return "embed_tokens.weight" if self.checkpoint.config.tied else name
+    @property
+    def _rows(self) -> TargetRows:
+        return TargetRows(self.checkpoint, self.eagle.vocabulary)
 
     def _is_copy(self, name: str) -> bool:
-        return np.array_equal(self.eagle.tensor(name), self.checkpoint.tensor(self._in_target(name)))
+        return np.array_equal(self.eagle.tensor(name), self.checkpoint.tensor(in_target(name, self.checkpoint)))
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaTensors:
+    """What Medusa heads store of their own: an LM head of fewer ids that they share is made of the target's rows."""
+
+    medusa: MedusaCheckpoint
+    checkpoint: Checkpoint
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        config = self.medusa.config
+        shared = {"lm_head.weight": (config.vocab_size, config.hidden)}
+        return self.medusa.shapes | (shared if self.medusa.vocabulary is not None and not config.own_head else {})
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        return self.medusa.tensor(name) if name in self.medusa.names else self._rows.tensor(name)
+
+    def stored_type(self, name: str) -> str:
+        return self.medusa.stored_type(name) if name in self.medusa.names else self._rows.stored_type(name)
+
+    def grid(self, name: str) -> Quantized | None:
+        return self.medusa.grid(name) if name in self.medusa.names else self._rows.grid(name)
+
+    @property
+    def _rows(self) -> TargetRows:
+        return TargetRows(self.checkpoint, self.medusa.vocabulary)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from specedge.errors import SpecedgeError
 from specedge.export.decoder import Linear
+from specedge.export.eagle_names import NamedTensors
+from specedge.export.eagle_vocabulary import mapped_ids
 from specedge.export.head_files import HeadFiles, open_head
 from specedge.export.tensors import first_of
 from specedge.quant.pack import Quantized
@@ -23,12 +25,13 @@ _BLOCK = re.compile(
     r"(?P<head>\d+)\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)|"
     r"blocks\.(?P<head2>\d+)\.layers\.(?P<layer2>\d+)\.(?P<part2>weight|bias)"
 )
+_MAPS = ("d2t", "t2d")
 _LM_HEAD = re.compile(r"(?P<head>\d+)\.(?P<layer>\d+)\.weight|lm_heads\.(?P<head2>\d+)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """What Medusa heads compute: `layers` times x + silu(W x + b), then a matrix of the vocabulary.
+    """What Medusa heads compute: `layers` times x + silu(W x + b), then a matrix of the vocabulary, or of some ids of it.
 
     All heads read the target's hidden state after its final norm; head i drafts the token i + 2 places on. Without `own_head`
     that matrix is the target's LM head.
@@ -78,6 +81,8 @@ class MedusaCheckpoint:
     files: HeadFiles
     config: MedusaConfig
     names: Mapping[str, str]
+    vocabulary: npt.NDArray[np.int32] | None
+    """[Vd] the target's ids of the draft's, strictly ascending; None: they are the same."""
     notes: tuple[str, ...]
     """What the settings say otherwise than the tensors, which count."""
 
@@ -98,8 +103,7 @@ class MedusaCheckpoint:
         return self.files.tensors[self.names[name]].dtype
 
     def grid(self, name: str) -> Quantized | None:
-        """Heads come as floats."""
-        return None
+        return self.files.grid(self.names[name])
 
 
 def open_medusa(source: str, hidden: int, vocab_size: int) -> MedusaCheckpoint:
@@ -110,7 +114,9 @@ def open_medusa(source: str, hidden: int, vocab_size: int) -> MedusaCheckpoint:
     """
     files = open_head(source)
     names = _canonical_names(files)
-    config = _count(files, names, hidden, vocab_size)
+    maps = NamedTensors(files, {name: name for name in _MAPS if name in files.tensors})
+    vocabulary = mapped_ids(maps, vocab_size) if "d2t" in maps else None
+    config = _count(files, names, hidden, vocab_size if vocabulary is None else len(vocabulary))
     for name, shape in _expected(config).items():
         if name not in names:
             raise SpecedgeError(
@@ -121,17 +127,18 @@ def open_medusa(source: str, hidden: int, vocab_size: int) -> MedusaCheckpoint:
         if found != shape:
             raise SpecedgeError(
                 f"{files.path}: {names[name]}: expected shape {shape} from the target's hidden size {hidden} and vocabulary "
-                f"{vocab_size}, found {found}; these heads are not for this target"
+                f"{config.vocab_size}, found {found}; these heads are not for this target"
             )
-    return MedusaCheckpoint(files, config, names, _notes(files, config))
+    return MedusaCheckpoint(files, config, names, vocabulary, _notes(files, config))
 
 
 def _canonical_names(files: HeadFiles) -> dict[str, str]:
     """Canonical name -> name in the file; a name of no known kind is refused."""
-    prefix = next((prefix for prefix in _PREFIXES if all(name.startswith(prefix) for name in files.tensors)), "")
+    carried = [name for name in files.tensors if name not in _MAPS]
+    prefix = next((prefix for prefix in _PREFIXES if all(name.startswith(prefix) for name in carried)), "")
     names: dict[str, str] = {}
     unknown = []
-    for name in files.tensors:
+    for name in carried:
         bare = name.removeprefix(prefix)
         if block := _BLOCK.fullmatch(bare):
             canonical = "heads.{}.layers.{}.{}".format(*_groups(block, "head", "layer", "part"))

@@ -24,6 +24,7 @@ from specedge.export.rotated import rotate, rotation_shapes
 from specedge.export.store import write_weights
 from specedge.export.tensors import Tensors
 from specedge.export.unroll import Ranks, expand
+from specedge.export.weights import Stored
 from specedge.manifest import Graph, KVLayout, Role, Rope, Unrolled, Weight
 from specedge.progress import Progress
 
@@ -97,11 +98,15 @@ def write_model(
     recipe: Recipe,
     taps: tuple[int, ...] = (),
     drafts: Sequence[Sequence[Ranks]] = (),
+    lent: dict[str, Weight] | None = None,
+    vocabulary: Sequence[Stored] = (),
 ) -> Role:
     """A model's weights and step graphs in `folder/role`; with `taps` they give what a draft head reads.
 
-    `drafts` are the chains and trees that it drafts in one call, by their paths.
+    `drafts` are the chains and trees that it drafts in one call, by their paths. Graphs that read weights which another model
+    `lent`, by names of its own, lie beside the folder. `vocabulary` says what its ids are among the target's.
     """
+    lent = lent or {}
     request, device = place.request, place.device
     tensors: Tensors = checkpoint
     config = checkpoint.config
@@ -109,14 +114,17 @@ def write_model(
         tensors = rotated = rotate(checkpoint, config, recipe.rotation)
         config = rotated.config
     shapes = {name: shape for name, (_, shape) in tensor_names(config).items()} | rotation_shapes(config)
+    shapes = {name: shape for name, shape in shapes.items() if name not in lent}
     plan = plan_model(config, tensors, shapes, recipe, place.documents, role, place.progress)
-    weights = write_weights(role, tensors, plan, place.folder, device, place.progress)
+    weights = write_weights(role, tensors, plan, place.folder, device, place.progress, vocabulary)
     chunk = max(min(request.chunk, place.context), *widths)
     steps = sorted({*widths, chunk})
-    by_name = {weight.name: weight for weight in weights}
-    write = GraphWriter(place, role, f"{role}/", by_name, (len(steps) if device.static else 1) + len(drafts))
+    by_name = {weight.name: weight for weight in weights} | lent
+    beside = bool(lent) and place.package is None
+    count = (len(steps) if device.static else 1) + len(drafts)
+    write = GraphWriter(place, role, f"{role}_" if beside else f"{role}/", by_name, count)
     kv = kv_layout(config, device.form, recipe.dtype, place.context)
-    layout = layout_of(config, kv, place)
+    layout = layout_of(config, kv, place, mapped=bool(vocabulary))
     if device.static:
         body = delta_body(config, recipe.dtype, taps)
         names = {width: _function_name(width, widths) if place.package else f"step_{width}" for width in steps}
@@ -132,7 +140,7 @@ def write_model(
         form=device.form,
         context=place.context,
         chunk=chunk,
-        vocab_size=config.vocab_size,
+        vocab_size=config.head_rows,
         mask_value=device.mask_value,
         rope=Rope(config.inv_freq, config.rope_scaling),
         kv=kv,
@@ -172,7 +180,7 @@ def layout_of(
     mapped: bool = False,
 ) -> Layout:
     """The sizes of composed graphs, all but the width; the LM head is the model's own unless another is given."""
-    own = "embed_tokens.weight" if config.tied else "lm_head.weight", config.vocab_size, config.hidden
+    own = "embed_tokens.weight" if config.tied else "lm_head.weight", config.head_rows, config.hidden
     return Layout(
         width=None,
         slots=place.context if place.device.static else None,

@@ -43,7 +43,7 @@ def write_weights(
         for group in joined_layers(plan.forms):
             stored = []
             for name in group:
-                stored.append(_store(name, tensors, plan))
+                stored.append(store(name, tensors, plan))
                 progress(f"{label}: weights", len(weights) + len(stored), len(plan.forms))
             alike = len({tensor.scheme for tensor in stored}) == 1
             for together in [stored] if alike else [[tensor] for tensor in stored]:
@@ -94,7 +94,7 @@ def _pieces(weight: Weight, packed: Mapping[StoredAt, Weight]) -> list[Weight]:
     return pieces if sum(piece.shape[0] for piece in pieces) == weight.shape[0] else []
 
 
-def _store(name: str, tensors: Tensors, plan: Plan) -> Stored:
+def store(name: str, tensors: Tensors, plan: Plan) -> Stored:
     """A tensor in its form: on its own grid where that may be kept, else as calibration or the recipe's method rounds it."""
     values, form, recipe = tensors.tensor(name), plan.forms[name], plan.recipe
     if not isinstance(form, Scheme):

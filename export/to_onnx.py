@@ -47,7 +47,7 @@ def trace_in_place(config: DecoderConfig, context: int, dtype: str, taps: tuple[
 
 def trace_delta(config: DecoderConfig, dtype: str, taps: tuple[int, ...] = ()) -> ir.Model:
     """A step of symbolic width and past in the delta form, without LM head: what `compose` makes graphs of."""
-    model = _fresh(_trace_delta(dataclasses.replace(_traced(config), vocab_size=1, tied=False), dtype, taps))
+    model = _fresh(_trace_delta(dataclasses.replace(_traced(config), vocab_size=1, tied=False, drafted=None), dtype, taps))
     embedding = next(value for value in model.graph.inputs if value.name == "embed_tokens.weight")
     embedding.shape = ir.Shape([config.vocab_size, config.hidden])
     return model

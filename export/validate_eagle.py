@@ -49,7 +49,7 @@ def check_eagle(
     compared = compare_weights("eagle", own, engine.bundle, tensors)
     checks = compared.checks
     ids = np.arange(role.vocab_size) if opened.vocabulary is None else opened.vocabulary
-    checks.append(Check("draft_ids_differ", "eagle", float((ids != head.ids).sum()), 0.0))
+    checks.append(Check("draft_ids_differ", "eagle", float((ids != head.vocabulary.ids).sum()), 0.0))
     quantised = role.quantised or engine.target.role.quantised
     model, lm_head = _eagle_reference(engine.bundle, opened, checkpoint, target, quantised)
     rows = text[:_ROWS]
@@ -62,7 +62,7 @@ def check_eagle(
         engine.target.step([token])
         features.append(engine.target.hidden(0))
         engine.target.commit([0])
-        found.append(head.read([following], features[-1][None])[0][head.ids])
+        found.append(head.read([following], features[-1][None])[0][head.vocabulary.ids])
         cos, sin = torch.from_numpy(tables[:, None, None, position : position + 1])
         with torch.no_grad():
             inputs = model.fuse(torch.from_numpy(features[-1])[None, None])

@@ -16,6 +16,7 @@ from specedge.runtime.sequence import Sequence, common_beginning
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.tree import ROOT, Proposal, TokenTree
 from specedge.runtime.unrolled import Expansion, Unrolling
+from specedge.runtime.vocabulary import DraftVocabulary
 
 MAX_NODES = 1 << 30  # no limit of a drafter's own
 NOTHING = Proposal(TokenTree.chain([]))  # made once: between two steps every line of Python runs from cold caches
@@ -232,8 +233,15 @@ class DraftModel:
     need no bookkeeping.
     """
 
-    def __init__(self, sequence: Sequence, rule: Rule, unrolling: Unrolling | None = None) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        rule: Rule,
+        unrolling: Unrolling | None = None,
+        vocabulary: DraftVocabulary | None = None,  # where the draft's ids are some of the target's
+    ) -> None:
         self._sequence, self._rule, self._unrolling = sequence, rule, unrolling
+        self._vocabulary = vocabulary or DraftVocabulary.whole(sequence.role.vocab_size)
         self._tree = TokenTree.chain([])
         self._fed: list[int] = []  # nodes of the tree in the cache, in the order of their columns
         self._settled = 0  # columns before these: so much of the text
@@ -272,10 +280,9 @@ class DraftModel:
         if len(unread) > (most := expansion.width or sequence.role.chunk):
             sequence.prefill(unread[:-most])
             unread = unread[-most:]
-        ids = np.arange(sequence.role.vocab_size)
-        noise = in_graph.noise(history, expansion.depths, ids, sequence.role.mask_value)
+        noise = in_graph.noise(history, expansion.depths, self._vocabulary.ids, sequence.role.mask_value)
         drafted = expansion.draft(unread, noise, {})
-        proposal = expansion.propose(drafted, shape, history, in_graph, lambda logits: logits)
+        proposal = expansion.propose(drafted, shape, history, in_graph, self._vocabulary.widen)
         self._tree, self._settled = proposal.tree, len(history)
         whole = len(proposal.tree.tokens) == len(shape.parents)
         room = sequence.role.context - len(history)
@@ -298,7 +305,7 @@ class DraftModel:
         row = self._sequence.prefill(history[self._sequence.length :])
         assert row is not None
         self._settled = len(history)
-        return row
+        return self._vocabulary.widen(row)
 
     def _grow(self, draft: Draft, nodes: Tokens[int]) -> list[Logits]:
         """Feed these nodes, whose parents are in the cache; the logits after each."""
@@ -309,5 +316,5 @@ class DraftModel:
             self._fed.extend(piece)
             positions = [self._settled - 1 + len(draft.paths[node]) for node in piece]
             logits = self._sequence.grow([draft.tokens[node] for node in piece], positions, draft.visible(piece, self._fed))
-            rows.extend(logits if len(nodes) <= widest else logits.copy())  # a view until the next step
+            rows.extend(self._vocabulary.widen(logits if len(nodes) <= widest else logits.copy()))  # a view until the next step
         return rows

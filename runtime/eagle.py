@@ -9,17 +9,16 @@ import numpy.typing as npt
 
 from specedge.bundle import Bundle
 from specedge.devices.device import Device
-from specedge.errors import SpecedgeError
-from specedge.manifest import VOCABULARY, Graph
+from specedge.manifest import Graph
 from specedge.runtime.binding import OpenGraph
 from specedge.runtime.cache import KVCache
 from specedge.runtime.compiled import open_graph
 from specedge.runtime.delta_graph import DeltaGraph
 from specedge.runtime.embedding import Embedding
-from specedge.runtime.law import Ids
 from specedge.runtime.rope import rope_tables
 from specedge.runtime.sample import Logits
 from specedge.runtime.unrolled import Drafted, Expansion, Unrolling
+from specedge.runtime.vocabulary import DraftVocabulary
 
 Rows = npt.NDArray[np.float32]
 
@@ -35,9 +34,7 @@ class EagleHead:
         self.cache = KVCache(self.role.kv, self.role.context)
         self.text: list[int] = []
         """Tokens that the columns come of, one more than columns, as far as these are a text in order: no drafts."""
-        self._target_ids = bundle.role("target").vocab_size
-        self.ids = self._vocabulary(bundle)
-        """[Vd] which ids of the target its own are."""
+        self.vocabulary = DraftVocabulary.of(bundle, self.role)
         self._bundle, self._device, self._threads = bundle, device, threads
         self._tables = rope_tables(self.role)
         self._reads = "hidden" if self.role.taps == (-1,) else "features"
@@ -68,7 +65,7 @@ class EagleHead:
             inputs = {self._reads: self._typed(features[start : start + chunk]), "last_row": np.array([rows - 1], np.int32)}
             outputs = graph.run(piece, np.arange(length, length + rows), np.tri(rows, dtype=bool), inputs)
             self._commit(outputs, range(rows), piece)
-        return self.widen(outputs["logits"][0, 0]), outputs["fed_back"][0, 0].astype(np.float32)
+        return self.vocabulary.widen(outputs["logits"][0, 0].copy()), outputs["fed_back"][0, 0].astype(np.float32)
 
     def grow(
         self, tokens: Tokens[int], states: Rows, positions: npt.NDArray[np.integer], sees: npt.NDArray[np.bool_]
@@ -80,7 +77,7 @@ class EagleHead:
         graph = self._fitting(self._next, len(tokens))
         outputs = graph.run(tokens, positions, sees, {"hidden": self._typed(states)})
         self._commit(outputs, range(len(tokens)), ())
-        logits = [self.widen(row) for row in outputs["logits"][0, : len(tokens)]]
+        logits = [self.vocabulary.widen(row.copy()) for row in outputs["logits"][0, : len(tokens)]]
         return logits, outputs["fed_back"][0, : len(tokens)].astype(np.float32)
 
     @property
@@ -98,14 +95,6 @@ class EagleHead:
         drafted = expansion.draft(tokens, noise, {self._reads: self._typed(features)})
         self._append(drafted.columns, range(len(tokens)), tokens)
         return drafted
-
-    def widen(self, logits: npt.NDArray[np.floating]) -> Logits:
-        """A row [Vd] as one of the target's ids [V]: those it cannot draft have no probability."""
-        if len(self.ids) == self._target_ids:
-            return logits.astype(np.float32)
-        row = np.full(self._target_ids, -np.inf, np.float32)
-        row[self.ids] = logits
-        return row
 
     def restart(self, text: Tokens[int]) -> None:
         """Keep the columns of this beginning of a text, whose first token comes with no column of its own."""
@@ -156,19 +145,6 @@ class EagleHead:
         session = open_graph(self._bundle, graph, self._device, self._threads)
         self.nodes.update(session.nodes)
         return session
-
-    def _vocabulary(self, bundle: Bundle) -> Ids:
-        for weight in self.role.weights:
-            if weight.name == VOCABULARY:
-                extent = weight.parts["values"]
-                path = bundle.file(weight.file)
-                ids = np.fromfile(path, extent.dtype, extent.shape[0], offset=extent.offset).astype(np.intp)
-                if ids[0] < 0 or ids[-1] >= self._target_ids or (np.diff(ids) <= 0).any():
-                    raise SpecedgeError(
-                        f"{path}: {VOCABULARY}: expected ascending ids from 0 to {self._target_ids - 1}; copy the bundle again"
-                    )
-                return ids
-        return np.arange(self.role.vocab_size)
 
 
 def _step_bytes(bundle: Bundle) -> int:

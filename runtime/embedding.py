@@ -20,15 +20,16 @@ class Embedding:
 
     def __init__(self, bundle: Bundle, role_name: str) -> None:
         role = bundle.role(role_name)
-        found = [weight for owner in (role, bundle.role("target")) for weight in owner.weights if weight.name == EMBEDDING]
+        target = bundle.role("target")
+        found = [(weight, owner) for owner in (role, target) for weight in owner.weights if weight.name == EMBEDDING]
         if not found:
             raise SpecedgeError(f"{bundle.path}: {role_name} has no {EMBEDDING} to feed its graphs with; convert again")
-        weight = found[0]
+        weight, owner = found[0]
         fed = next((spec.shape[-1] for spec in role.graphs[0].inputs if spec.name == INPUT), weight.shape[-1])
         self.size = int(fed)
         self._bits, self._dtype = 4 if weight.scheme.startswith("int4") else 8, role.kv.dtype
         self._parts = {name: _map(bundle, weight.file, extent) for name, extent in weight.parts.items()}
-        wanted = (role.vocab_size if role_name != "eagle" else bundle.role("target").vocab_size, self.size)
+        wanted = (target.vocab_size if role_name == "eagle" else owner.vocab_size, self.size)
         if weight.shape != wanted or not self._fits(*wanted):
             raise SpecedgeError(
                 f"{bundle.path}: {EMBEDDING} is stored as {weight.shape} {weight.scheme}, expected {wanted}; convert again"

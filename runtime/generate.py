@@ -32,6 +32,7 @@ from specedge.runtime.sample import Sampling
 from specedge.runtime.self_check import check_model
 from specedge.runtime.shape import TreeShape
 from specedge.runtime.unrolled import Expansion
+from specedge.runtime.vocabulary import DraftVocabulary
 from specedge.tokenizer import Prompt, Tokenizer
 
 _DRAFTERS = ("draft", "medusa", "eagle", "lookup")
@@ -70,6 +71,7 @@ class Engine:
         self.target = models[0].sequence()
         self._draft = models[1].sequence() if models[1:] else None
         self._unrolling = models[1].unrolling(self._draft) if self._draft else None
+        self._vocabulary = DraftVocabulary.of(bundle, self._draft.role) if self._draft else None
         self._busy = threading.Lock()
         for role, model, sequence in zip(("target", "draft"), models, (self.target, self._draft), strict=False):
             row = model.device
@@ -191,9 +193,8 @@ class Engine:
     @property
     def draft_ids(self) -> Ids:
         """[Vd] which ids of the target a draft model's or head's own are."""
-        if self.eagle:
-            return self.eagle.ids
-        return np.arange(self._draft.role.vocab_size if self._draft else 0)
+        vocabulary = self.eagle.vocabulary if self.eagle else self._vocabulary
+        return vocabulary.ids if vocabulary else np.arange(0)
 
     @property
     def _branches(self) -> bool:
@@ -242,7 +243,7 @@ class Engine:
         if not speculate:
             return NoDrafter()
         if self._draft is not None:
-            return DraftModel(self._draft, rule, self._unrolling)
+            return DraftModel(self._draft, rule, self._unrolling, self._vocabulary)
         if self._heads is not None:
             return MedusaDrafter(self._heads, rule)
         if self.eagle is not None:

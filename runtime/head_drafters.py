@@ -84,9 +84,9 @@ class EagleDrafter:
         head, in_graph = self._head, self._rule.in_graph
         expansion = head.unrolling.covering(shape) if in_graph else None
         if expansion and in_graph:
-            noise = in_graph.noise(history, expansion.depths, head.ids, head.role.mask_value)
+            noise = in_graph.noise(history, expansion.depths, head.vocabulary.ids, head.role.mask_value)
             drafted = head.draft(expansion, tokens, features, noise)
-            return expansion.propose(drafted, shape, history, in_graph, head.widen)
+            return expansion.propose(drafted, shape, history, in_graph, head.vocabulary.widen)
         logits, state = head.read(tokens, features)
         growth = _Growth(head, state)
         proposal = draft_tree(history, shape, self._rule.choose, logits, growth, weigh)

@@ -10,6 +10,7 @@ from specedge.devices.device import Device
 from specedge.manifest import Head
 from specedge.runtime.compiled import open_graph
 from specedge.runtime.pieces import Pieces
+from specedge.runtime.vocabulary import DraftVocabulary
 
 
 class MedusaHeads:
@@ -17,6 +18,7 @@ class MedusaHeads:
 
     def __init__(self, bundle: Bundle, head: Head, device: Device, threads: int | None = None) -> None:
         self.head = head
+        self._vocabulary = DraftVocabulary.of(bundle, head)
         dtype = head.graph.inputs[0].dtype
         self._hidden = np.zeros((1, 1, head.hidden), dtype)
         self._logits = np.zeros((head.depth, head.vocab_size), dtype)
@@ -35,4 +37,4 @@ class MedusaHeads:
         start = time.perf_counter()
         self._binding.run()
         self.graph_seconds += time.perf_counter() - start
-        return self._pieces.join().astype(np.float32, copy=False)
+        return self._vocabulary.widen(self._pieces.join())

@@ -18,7 +18,8 @@ from specedge.errors import SpecedgeError
 from specedge.export import self_text
 from specedge.export.calibration_text import Calibration, read_calibration, read_documents
 from specedge.export.checkpoint import open_checkpoint
-from specedge.export.self_text import Document, Part, Writer, write_documents, writer_of
+from specedge.export.self_text import Document, Writer, write_documents, writer_of
+from specedge.export.topics import Part
 from specedge.progress import silent
 from specedge.tokenizer import Tokenizer
 from tiny import Array

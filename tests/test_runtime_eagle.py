@@ -300,7 +300,7 @@ def test_one_call_computes_the_head(chains: Chains, model: LlamaForCausalLM, nam
             history = text(length, seed=1)
             features = seen_by(head, streams(model, history[:-1])).numpy()
             eagle.cache.truncate(0)
-            noise = np.zeros((len(expansion.depths), len(eagle.ids)), np.float32)
+            noise = np.zeros((len(expansion.depths), len(eagle.vocabulary.ids)), np.float32)
             drafted = eagle.draft(expansion, history[1:], features, noise)
             tree = TokenTree(drafted.ids, shape.parents)
             for row, (node, depth) in enumerate(zip((-1, *expansion.fed), expansion.depths, strict=True)):
@@ -308,7 +308,7 @@ def test_one_call_computes_the_head(chains: Chains, model: LlamaForCausalLM, nam
                     continue
                 true = true_draft(model, head, history, tree.path(node)).logits[-1].numpy()
                 np.testing.assert_allclose(drafted.logits[row], true, atol=1e-3)
-                best = eagle.ids[(-true).argsort()[: len(shape.children(node))]]
+                best = eagle.vocabulary.ids[(-true).argsort()[: len(shape.children(node))]]
                 assert [drafted.ids[child] for child in shape.children(node)] == best.tolist()
 
 

@@ -43,6 +43,7 @@ def _claims(manifest: Manifest, target: Role) -> Iterator[tuple[str, bool]]:
         yield f"roles.{name}.chunk", 1 <= role.chunk <= role.context
         yield f"roles.{name}.mask_value", -math.inf < role.mask_value < 0
         yield f"roles.{name}.kv.layers", all(_past_inputs(graph) == 2 * role.kv.layers for graph in role.all_graphs)
+        yield from _vocabulary_claims(f"roles.{name}", role.weights, role.vocab_size, target)
         for weight in role.weights:
             yield f"roles.{name}.weights ({weight.name} in {weight.file})", _lies_in(weight, manifest)
         yield f"roles.{name}.rotation", (role.rotation is None) == (not any(_of_rotation(weight) for weight in role.weights))
@@ -91,7 +92,9 @@ def _head_claims(key: str, head: Head, features: set[Spec | None], manifest: Man
     given = head.graph.output("head_logits")
     shape = given.shape if given else ()
     yield f"{key}.depth", head.depth >= 1 and shape[:1] == (head.depth,)
-    yield f"{key}.vocab_size", shape[1:] == (head.vocab_size,) and head.vocab_size >= manifest.allowed_ids
+    known = head.vocab_size >= manifest.allowed_ids or _mapped(head.weights) is not None
+    yield f"{key}.vocab_size", shape[1:] == (head.vocab_size,) and known
+    yield from _vocabulary_claims(key, head.weights, head.vocab_size, manifest.roles["target"])
     for weight in head.weights:
         yield f"{key}.weights ({weight.name} in {weight.file})", _lies_in(weight, manifest)
     yield f"tree ({key}.depth)", max(map(len, manifest.tree), default=0) <= head.depth
@@ -115,11 +118,21 @@ def _eagle_claims(eagle: Role, target: Role, features: set[Spec | None]) -> Iter
         yield f"roles.eagle.{kind} (widths)", widths == {None} or None not in widths
     widest = [graph.width for graph in eagle.first if graph.width is not None]
     yield "roles.eagle.chunk (widths)", not widest or eagle.chunk <= max(widest)
-    own = next((weight for weight in eagle.weights if weight.name == VOCABULARY), None)
-    yield "roles.eagle.vocab_size", (own.shape if own else (target.vocab_size,)) == (eagle.vocab_size,)
+    yield "roles.eagle.vocab_size", _mapped(eagle.weights) is not None or eagle.vocab_size == target.vocab_size
+
+
+def _vocabulary_claims(key: str, weights: tuple[Weight, ...], vocab_size: int, target: Role) -> Iterator[tuple[str, bool]]:
+    """Of a drafter's: a stored map holds as many ids as the drafter has, no more than the target."""
+    own = _mapped(weights)
     values = own and own.parts.get("values")
     ids = values and (values.bytes, values.dtype, values.shape)
-    yield "roles.eagle.weights (vocabulary)", own is None or ids == (4 * eagle.vocab_size, "int32", (eagle.vocab_size,))
+    expected = (4 * vocab_size, "int32", (vocab_size,))
+    yield f"{key}.vocab_size", own is None or (own.shape == (vocab_size,) and vocab_size <= target.vocab_size)
+    yield f"{key}.weights (vocabulary)", own is None or ids == expected
+
+
+def _mapped(weights: tuple[Weight, ...]) -> Weight | None:
+    return next((weight for weight in weights if weight.name == VOCABULARY), None)
 
 
 def _is_there(graph: Graph, manifest: Manifest) -> bool:
