@@ -59,7 +59,7 @@ def main(bundles: tuple[Path, ...], prompts: int, tokens: int, gamma: int, tree:
             shares = ", ".join(f"{share:.3f}" for share in row["accepted"])
             results.append(row)
             click.echo(
-                f"{path.name} ({engine.drafter_name}) at temperature {temperature}: {row['tokens_per_round']:.3f} tokens a round, "
+                f"{path.name} ({engine.drafter_name}) at temperature {temperature}: {emitted / rounds:.3f} tokens a round, "
                 f"{rounds} rounds, accepted where all before were: {shares}"
             )
     if json_file is not None:

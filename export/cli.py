@@ -15,12 +15,10 @@ from specedge.export.cli_train import train_command
 from specedge.export.extra import need
 from specedge.quant.scheme import BITS, GROUPS
 from specedge.reports import write_report
-from specedge.runtime.bench import as_dict, bench
 from specedge.runtime.cli import COMMANDS
-from specedge.runtime.cli_bench import prompt_sets, show_bench
+from specedge.runtime.cli_compare import show_rows
 from specedge.runtime.cli_inspect import quality_line, show_bundle
 from specedge.runtime.cli_options import BUNDLE
-from specedge.runtime.generate import load
 from specedge.runtime.inspect import inspect
 from specedge.runtime.shape import read_shape
 from specedge.runtime.terminal import Group, Output, json_option, peak_rss
@@ -298,26 +296,23 @@ def _show_report(output: Output, bundle: Path, report: Any) -> None:
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    default="demo/smollm2-135m-int4",
+    default="demo",
     show_default=True,
-    help="The bundle.",
+    help="The folder of the bundles.",
 )
 @json_option
 def demo_command(output: Path, json_file: str | None) -> None:
-    """Fetch SmolLM2-135M-Instruct, convert it to INT4, validate it, and time plain against speculative decoding."""
+    """Fetch SmolLM2-135M-Instruct, convert it to INT4 with every drafter, compare them and validate the best."""
     out = Output(json_file)
     with out.progress() as progress:
-        model = str(need("fetch").fetch("smollm2-135m", progress))
-    converted = _convert(need("request").Request(model=model, output=output, force=True), out)
-    with out.progress() as progress:
-        report = need("validate").validate(output, model, progress=progress)
-    _show_report(out, output, report)
-    engine = load(output, reuse=False)
-    with out.progress() as progress:
-        results = bench(engine, prompt_sets(engine), progress=progress)
-    show_bench(out, engine.drafter_name, results)
-    out.json({"convert": converted, "validate": report.as_dict(), "bench": as_dict(engine, results)})
-    if not report.passed:
+        found = need("demo").demo(output, progress)
+    show_bundle(out, found.bundles[found.best])
+    _show_report(out, found.bundles[found.best].path, found.report)
+    show_rows(out, found.rows)
+    out.console.print(f"best: {found.bundles[found.best].path}; try: spec-export chat {found.bundles[found.best].path}")
+    converted = {name: inspect(bundle) for name, bundle in found.bundles.items()}
+    out.json({"convert": converted, "validate": found.report.as_dict(), "compare": [row.as_dict() for row in found.rows]})
+    if not found.report.passed:
         raise click.exceptions.Exit(1)
 
 

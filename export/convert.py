@@ -20,6 +20,7 @@ from specedge.export.decoder import NORMED
 from specedge.export.draft_checkpoint import EMBEDDING, DraftCheckpoint, open_draft
 from specedge.export.eagle_checkpoint import open_eagle
 from specedge.export.heads import borrow, stored_vocabulary, write_eagle, write_medusa
+from specedge.export.in_the_box import in_the_box
 from specedge.export.medusa import open_medusa
 from specedge.export.plan import check_recipe
 from specedge.export.request import Request
@@ -55,11 +56,12 @@ def convert(request: Request, progress: Progress = silent) -> Bundle:
         raise UsageError(f"--min-target: says what a Core ML package runs on, and {device.name} runs none; leave it out")
     recipe = request.recipe.on(device)
     target = open_checkpoint(request.model)
-    draft = open_draft(request.draft, target) if request.draft else None
-    medusa = open_medusa(request.medusa, target.config.hidden, target.config.vocab_size) if request.medusa else None
+    draft = open_draft(in_the_box("draft", request.draft), target) if request.draft else None
+    sizes = target.config.hidden, target.config.vocab_size
+    medusa = open_medusa(in_the_box("medusa", request.medusa), *sizes) if request.medusa else None
     if medusa and (deepest := max(map(len, request.tree), default=0)) > medusa.config.heads:
         raise UsageError(f"tree: {deepest} deep, expected at most {medusa.config.heads}, a head per depth")
-    eagle = open_eagle(request.eagle, target.config, request.eagle_taps) if request.eagle else None
+    eagle = open_eagle(in_the_box("eagle", request.eagle), target.config, request.eagle_taps) if request.eagle else None
     for note in (note for head in (medusa, eagle) if head for note in head.notes):
         _log.warning("%s", note)
     context = _context(request, target)

@@ -63,13 +63,13 @@ class EagleStudent:
     def __init__(self, config: EagleConfig, embedding: Tensor, gamma: int, quick: torch.dtype) -> None:
         self.module = Eagle(config)
         self.module.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
-        self.lm_head = nn.Parameter(torch.empty(config.draft_vocab_size, config.decoder.hidden))
-        self.module.register_parameter("lm_head", self.lm_head)
+        self._lm_head = Linear(config.decoder.hidden, config.draft_vocab_size, False, torch.float32)
+        self.module.lm_head = self._lm_head
         self.config, self.taps, self._gamma = config, (*config.taps, NORMED), gamma
         _quicken(self.module, quick)
 
     def head(self) -> Tensor:
-        return self.lm_head
+        return self._lm_head.weight
 
     def draft(self, batch: Batch) -> list[Drafted]:
         eagle, layer = self.module, self.config.decoder

@@ -19,6 +19,7 @@ from specedge.export.students import Student, loss_of
 
 _WARM_UP = 0.03  # of the steps
 _LEAST = 0.02  # of the learning rate, at the end
+_CHECKS = 20  # validations in all
 _TIMED = 4  # steps that are tried to see how long one takes
 
 
@@ -84,6 +85,7 @@ class Trainer:
         self._learns = [parameter for parameter in student.module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(self._learns, betas=(0.9, 0.95), weight_decay=0.0)
         self.records: list[Record] = []
+        self._losses: list[float] = []  # since the last record
 
     def time_step(self, rows: int) -> float:
         """Seconds that a step takes; nothing is learnt."""
@@ -106,7 +108,7 @@ class Trainer:
         plan, done = self._resume() or (schedule(), 0)
         if not done:
             self._save(plan, 0)
-        losses: list[float] = []
+        losses = self._losses
         told(done, plan.steps)
         start = saved = time.perf_counter()
         before = self.records[-1].seconds if self.records else 0.0
@@ -117,12 +119,11 @@ class Trainer:
             if step + 1 in checks:
                 seconds = before + time.perf_counter() - start
                 self.records.append(Record(step + 1, seconds, float(np.mean(losses)), self.validate()))
-                losses = []
-            told(step + 1, plan.steps)
-            if time.perf_counter() - saved > every:
+                losses.clear()
+            if step + 1 in checks or time.perf_counter() - saved > every:
                 self._save(plan, step + 1)
                 saved = time.perf_counter()
-        self._save(plan, plan.steps)
+            told(step + 1, plan.steps)
         return plan
 
     def _order(self, plan: Schedule, done: int) -> Iterator[list[int]]:
@@ -193,22 +194,22 @@ class Trainer:
             self.records = [
                 Record(**(record | {"acceptance": Acceptance(**record["acceptance"])})) for record in found["records"]
             ]
+            self._losses = found["losses"]
             return Schedule(**found["schedule"]), found["done"]
         except Exception as error:
             raise SpecedgeError(f"{self._state}: cannot be read ({error}); delete it to begin anew") from error
 
     def _save(self, schedule: Schedule, done: int) -> None:
-        learnt = {name: value for name, value in self._student.module.named_parameters() if value.requires_grad}
-        state = {"module": {name: value.detach().cpu() for name, value in learnt.items()}}
+        learnt = {name: value.detach().cpu() for name, value in self._student.module.named_parameters() if value.requires_grad}
         self._state.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._state.with_suffix(".partial")
-        records = [asdict(record) for record in self.records]
-        torch.save(
-            state
-            | {"optimizer": self._optimizer.state_dict(), "schedule": asdict(schedule), "records": records, "done": done},
-            partial,
-        )
+        partial = self._state.with_suffix(f".{os.getpid()}.partial")
+        state = {
+            "module": learnt,
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": asdict(schedule),
+            "records": [asdict(record) for record in self.records],
+            "losses": self._losses,
+            "done": done,
+        }
+        torch.save(state, partial)
         os.replace(partial, self._state)
-
-
-_CHECKS = 20  # validations in all

@@ -13,6 +13,8 @@ from specedge.devices.device import Device
 from specedge.devices.table import CPU, get_device, twin
 from specedge.errors import SpecedgeError, UsageError
 from specedge.export.checkpoint import Checkpoint, load_quietly, open_checkpoint
+from specedge.export.draft_checkpoint import open_draft
+from specedge.export.in_the_box import in_the_box
 from specedge.export.quality import Judged, measure_quality, read_judged, reference_logits
 from specedge.export.report import (
     ACTIVATION_KL_LIMIT,
@@ -20,6 +22,7 @@ from specedge.export.report import (
     Check,
     DeviceAgreement,
     GroupError,
+    Logits,
     Meter,
     Quality,
     Report,
@@ -39,6 +42,7 @@ from specedge.runtime.prompts import CHAT, PROSE
 from specedge.runtime.sample import Sampling
 from specedge.runtime.sequence import Sequence as ModelSequence
 from specedge.runtime.shape import TreeShape
+from specedge.runtime.vocabulary import DraftVocabulary
 
 _QUANTISED_WIDTH_LIMIT = 0.1  # largest |logit difference| of a wide step of a quantised graph to one-token steps
 _TREE_STEPS = 40
@@ -86,15 +90,17 @@ def validate(
     text = _text(engine)
     if draft_reference and bundle.manifest.drafters == ("lookup",):
         raise SpecedgeError(f"{bundle.path}: holds no draft and no heads to compare; leave out --draft-reference")
+    source = open_checkpoint(reference)
+    draft_reference = draft_reference and in_the_box(bundle.manifest.drafters[0], draft_reference)
     if draft_reference and "draft" in bundle.manifest.roles:
         draft = Model(bundle, "draft", engine.draft_device).sequence()
-        of_draft = _check_role(bundle, "draft", engine.draft_device, draft, open_checkpoint(draft_reference), text, progress)
+        other = open_draft(draft_reference, source)
+        of_draft = _check_role(bundle, "draft", engine.draft_device, draft, other, text, progress)
         checks += of_draft.checks
         groups += of_draft.groups
         devices += of_draft.devices
     elif not draft_reference and len(bundle.manifest.drafters) > 1:
         notes.append("the drafter's logits were not compared: --draft-reference names its checkpoint")
-    source = open_checkpoint(reference)
     documents = functools.partial(read_judged, judged, source, engine, progress) if judged else None
     of_target = _check_role(bundle, "target", engine.device, engine.target, source, text, progress, documents)
     quality, model = of_target.quality, of_target.model
@@ -103,7 +109,9 @@ def validate(
     groups = of_target.groups + groups
     checks += check_unrolled(engine, text)
     if draft_reference and "medusa" in bundle.manifest.heads:
-        of_heads = check_medusa(load(path, device, rows[1].name, "medusa", self_check=False), draft_reference, model, text)
+        of_heads = check_medusa(
+            load(path, device, rows[1].name, "medusa", self_check=False), draft_reference, source, model, text
+        )
         checks += of_heads.checks
         groups += of_heads.groups
     if draft_reference and "eagle" in bundle.manifest.roles:
@@ -221,8 +229,20 @@ def _check_role(
             checks.append(Check("logits_max_abs", graph, float(np.abs(found - truth).max()), limit))
     progress(f"validate: {role}", 2 + len(widths), 2 + len(widths))
     meter = Meter()
-    meter.add(truth, found, text[1 : windows[0].stop])
+    meter.add(*_in_ids(bundle, role, truth, found, text[1 : windows[0].stop]))
     return _Checked(checks, quality or meter.quality(), float(np.abs(found - truth).max()), compared.groups, model, devices)
+
+
+def _in_ids(
+    bundle: Bundle, role: str, truth: Logits, found: Logits, text: Sequence[int]
+) -> tuple[Logits, Logits, Sequence[int]]:
+    """Rows and the tokens that follow them, by the role's own ids: what it cannot draft is left out."""
+    vocabulary = DraftVocabulary.of(bundle, bundle.role(role))
+    if vocabulary.rows is None:
+        return truth, found, text
+    ids = vocabulary.ids
+    known = np.flatnonzero(np.isin(text, ids))
+    return truth[known], found[known], np.searchsorted(ids, np.array(text)[known]).tolist()
 
 
 def _check_reference_greedy(

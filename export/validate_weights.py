@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint
+from specedge.export.draft_checkpoint import EMBEDDING, DraftCheckpoint
 from specedge.export.families import tensor_names
 from specedge.export.report import Check, GroupError
 from specedge.export.rotated import Rotated, rotate, rotation_shapes
 from specedge.export.tensors import Tensors
 from specedge.export.weights import read_float32
-from specedge.manifest import Weight
+from specedge.manifest import VOCABULARY, Weight
 from specedge.runtime.inspect import part_of
+from specedge.runtime.vocabulary import DraftVocabulary
 
 _ROUNDING = 1e-3  # float error allowed beyond one quantisation step, in steps
 _TURNED = {"float32": 1e-6, "float16": 1e-3}  # of a rotated tensor's largest weight
@@ -43,12 +45,18 @@ def compare_model(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Comparis
     shapes = {name: shape for name, (_, shape) in tensor_names(config).items()}
     if isinstance(tensors, Rotated):
         shapes |= rotation_shapes(tensors.config)
-    record = bundle.role(role)
-    if {weight.name: weight.shape for weight in record.weights} != shapes:
+    checks, own = [], [weight for weight in bundle.role(role).weights if weight.name != VOCABULARY]
+    if isinstance(checkpoint, DraftCheckpoint):
+        del shapes[EMBEDDING]
+        stored, ids = DraftVocabulary.of(bundle, bundle.role(role)).ids, checkpoint.vocabulary
+        expected = np.arange(checkpoint.config.head_rows) if ids is None else ids
+        checks.append(Check("draft_ids_differ", role, float(not np.array_equal(stored, expected)), 0.0))
+    if {weight.name: weight.shape for weight in own} != shapes:
         raise SpecedgeError(
             f"{bundle.path}: {role} has other tensors or shapes than {checkpoint.name}; name its own checkpoint"
         )
-    return compare_weights(role, record.weights, bundle, tensors)
+    compared = compare_weights(role, own, bundle, tensors)
+    return Comparison(compared.checks + checks, compared.groups)
 
 
 def stored_basis(bundle: Bundle, role: str, checkpoint: Checkpoint) -> Tensors:
@@ -105,8 +113,9 @@ def _share(lost: float, norm: float) -> float:
 def load_stored(model: PreTrainedModel, bundle: Bundle, role: str, checkpoint: Checkpoint) -> None:
     """Give the reference the bundle's own weights, dequantised and turned back: what is left is the graph's doing."""
     tensors = stored_basis(bundle, role, checkpoint)
-    for weight in bundle.role(role).weights:
-        if weight.name.startswith("rotation."):
+    borrowed = [weight for weight in bundle.role("target").weights if weight.name == EMBEDDING]
+    for weight in (*(borrowed if isinstance(checkpoint, DraftCheckpoint) else ()), *bundle.role(role).weights):
+        if weight.name.startswith("rotation.") or weight.name == VOCABULARY:
             continue
         values = read_float32(weight, bundle.file(weight.file))[0]
         if isinstance(tensors, Rotated) and weight.name.startswith("layers.") and "layernorm" not in weight.name:

@@ -136,7 +136,7 @@ def measure(
         raise UsageError(f"profile: {engine.bundle.path} verifies no drafts, or there are no prompts; nothing to compare")
     total = len(prompts) * repeats
     progress("profile: steps", 0, 1)
-    t_ms = _time_steps(engine, sorted({1, *(gamma + 1 for gamma in gammas)}))
+    t_ms = time_steps(engine, sorted({1, *(gamma + 1 for gamma in gammas)}))
     progress("profile: steps", 1, 1)
     stats: dict[int, list[Stats]] = {gamma: [] for gamma in (0, *gammas)}
     for gamma in stats:  # what is opened when it is first needed is opened now
@@ -148,12 +148,12 @@ def measure(
         for gamma in order:
             stats[gamma].append(engine.generate(prompt, Sampling(), tokens, **_asked(gamma)).stats)
         progress("profile: prompts", done + 1, total)
-    totals = {gamma: _total(each) for gamma, each in stats.items()}
+    totals = {gamma: total_of(each) for gamma, each in stats.items()}
     return Profile(
         FORMAT,
         engine.drafter_name,
         {str(width): ms for width, ms in t_ms.items()},
-        _host_ms(totals[0]),
+        host_ms(totals[0]),
         tuple(totals[gammas[-1]].accepted_by_position),
         {str(gamma): _drafting(totals[gamma], totals[0]) for gamma in gammas},
     )
@@ -177,8 +177,8 @@ def gammas_of(engine: "Engine") -> list[int]:
     return sorted(gamma for gamma in asked if 1 <= gamma <= longest)
 
 
-def _time_steps(engine: "Engine", widths: Sequence[int]) -> dict[int, float]:
-    """Milliseconds by width, medians of blocks in turn."""
+def time_steps(engine: "Engine", widths: Sequence[int]) -> dict[int, float]:
+    """Milliseconds of a target's step by width, medians of blocks in turn."""
     target = engine.target
     past = min(_PAST, engine.context - max(widths))
     ids = [index % engine.bundle.manifest.allowed_ids for index in range(past + max(widths))]
@@ -202,16 +202,18 @@ def _drafting(total: Stats, plain: Stats) -> Drafting:
         tokens_per_round=total.tokens_per_round,
         drafting=drafting,
         d_ms=1e3 * total.draft_seconds / max(total.rounds, 1),
-        h_ms=_host_ms(total),
+        h_ms=host_ms(total),
         speedup=total.tokens_per_second / plain.tokens_per_second if plain.tokens else float("nan"),
     )
 
 
-def _host_ms(total: Stats) -> float:
+def host_ms(total: Stats) -> float:
+    """Milliseconds that a round takes beside drafting and its step."""
     return 1e3 * (total.decode_seconds - total.draft_seconds - total.verify_seconds) / max(total.rounds, 1)
 
 
-def _total(stats: Sequence[Stats]) -> Stats:
+def total_of(stats: Sequence[Stats]) -> Stats:
+    """Requests together."""
     total = Stats()
     for one in stats:
         total.tokens += one.tokens
