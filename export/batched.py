@@ -36,7 +36,7 @@ class BatchedDecoder:
         self._norm.weight.copy_(torch.from_numpy(tensor("norm.weight")))
         self._norm.to(device)
         head = self._embedding if config.tied else torch.from_numpy(tensor("lm_head.weight"))
-        self._head = head.to(device, self._quick)
+        self._head = head.to(device)
         self._frequencies = torch.tensor(config.inv_freq, device=device)
 
     def _load(self, layer: int, tensor: Callable[[str], Floats]) -> Block:
@@ -86,8 +86,8 @@ class BatchedDecoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the whole vocabulary, float32."""
-        return F.linear(hidden.to(self._quick), self._head).float()
+        """Of the whole vocabulary; in float32, as bfloat16 makes ties of near-ties."""
+        return F.linear(hidden, self._head)
 
     def _run(self, ids: Tensor, step: Step, past: Sequence[KV]) -> list[Tensor]:
         streams = [self._embedding[ids]]

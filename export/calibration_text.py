@@ -13,6 +13,7 @@ from specedge.export.self_text import Document, Writer, write_documents
 from specedge.progress import Progress
 from specedge.tokenizer import Tokenizer
 
+_LINES = (".jsonl", ".jsonl.gz")
 _PIECE = 512  # tokens of a document that a longer text is cut into
 
 
@@ -43,13 +44,13 @@ def read_documents(
     """Documents of a file: lines of JSON with `ids`, `messages` or `text`, or a text that is cut into pieces."""
     text = _read(path)
     found: list[tuple[int, ...]] = []
-    lines = text.split("\n") if path.suffix == ".jsonl" else [text]
+    lines = text.split("\n") if path.name.endswith(_LINES) else [text]
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         ids = (
             _line(line, f"{path}:{number}", tokenizer, allowed)
-            if path.suffix == ".jsonl"
+            if path.name.endswith(_LINES)
             else _encode(text, str(path), tokenizer)
         )
         _checked(ids, f"{path}:{number}", allowed)
@@ -65,7 +66,7 @@ def read_prompted(path: Path, tokenizer: Tokenizer | None, allowed: int, longest
 
     Where a line has no such key, all behind its first token is answer; greedy answers have `"sampling": "greedy"`.
     """
-    if path.suffix != ".jsonl":
+    if not path.name.endswith(_LINES):
         pieces = read_documents(path, tokenizer, allowed, longest, sys.maxsize)
         return tuple(Document(ids, 1) for ids in pieces if len(ids) > 1)
     found = []

@@ -131,7 +131,7 @@ class DraftStart:
         opened = open_draft(start, checkpoint) if start else None
         if opened is not None and not isinstance(opened, DraftCheckpoint):
             raise UsageError(f"start {start}: training goes on from drafts that it made, which lack the embedding")
-        if count > target.layers:
+        if opened is None and count > target.layers:
             raise UsageError(f"layers {count}: the target has {target.layers}")
         self._opened, self.taps = opened, (NORMED,)
         self._chosen = np.linspace(0, target.layers - 1, count).round().astype(int).tolist()

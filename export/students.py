@@ -20,11 +20,10 @@ _LATER = 0.8  # the weight of a drafted token beside that of the one before it
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Rows that draft one place: `x` [n, H] feeds the LM head, `hidden` [n, H] is what the target has there."""
+    """Rows that draft one place: `x` [n, H] feeds the LM head, `places` are text and position of the tokens drafted."""
 
     x: Tensor
-    hidden: Tensor
-    places: tuple[Tensor, Tensor]  # text and position in the batch of the tokens drafted
+    places: tuple[Tensor, Tensor]
 
 
 class Student(Protocol):
@@ -46,10 +45,15 @@ class Student(Protocol):
         ...
 
 
-def loss_of(drafts: list[Drafted], head: Tensor, teacher: Teacher) -> Tensor:
+def loss_of(student: Student, batch: Batch, teacher: Teacher, quick: torch.dtype) -> Tensor:
     """Weighted mean over the places ahead."""
+    laws = teacher.laws(batch.streams[NORMED][batch.answers])
+    order = batch.answers.flatten().cumsum(0).reshape(batch.answers.shape) - 1  # of the laws
+    drafts, losses = student.draft(batch), []
+    for drafted in drafts:
+        text, place = drafted.places
+        losses.append(distil(drafted.x, student.head(), laws, order[text, place - 1], quick))
     weights = [_LATER**ahead for ahead in range(len(drafts))]
-    losses = [distil(drafted.x, head, drafted.hidden, teacher) for drafted in drafts]
     return sum((weight * loss for weight, loss in zip(weights, losses, strict=True)), torch.zeros(())) / sum(weights)
 
 
@@ -92,7 +96,7 @@ class EagleStudent:
             hidden = torch.cat((torch.zeros_like(behind[:, :1]), behind[:, :-1]), 1)
             text, row = known[:, max(first, ahead) :].nonzero(as_tuple=True)
             row = row + max(first, ahead)
-            drafts.append(Drafted(x[text, row - first], batch.streams[NORMED][text, row + 1], (text, row + 2)))
+            drafts.append(Drafted(x[text, row - first], (text, row + 2)))
         return drafts
 
 
@@ -114,7 +118,7 @@ class MedusaStudent:
         hidden, drafts = batch.streams[NORMED], []
         for ahead, head in enumerate(self.module.heads, 1):
             places = batch.answers[:, ahead:].nonzero(as_tuple=True)
-            drafts.append(Drafted(head(hidden[places]), hidden[:, ahead:][places], (places[0], places[1] + ahead + 1)))
+            drafts.append(Drafted(head(hidden[places]), (places[0], places[1] + ahead + 1)))
         return drafts
 
 
@@ -138,7 +142,7 @@ class DraftStudent:
         for block in self.module.layers:
             x, _ = block(x, step, (nothing, nothing))
         places = batch.answers.nonzero(as_tuple=True)
-        return [Drafted(self.module.norm(x[places]), batch.streams[NORMED][places], (places[0], places[1] + 1))]
+        return [Drafted(self.module.norm(x[places]), (places[0], places[1] + 1))]
 
 
 class Shallow(nn.Module):

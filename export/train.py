@@ -159,7 +159,7 @@ def _train(
     head = torch.from_numpy(target.tensor(name)[ids])
     embedding = torch.from_numpy(target.tensor("embed_tokens.weight"))
     student = start.student(target, embedding.to(device), head, quick_type(device))
-    teacher = Teacher(head.to(device, quick_type(device)), torch.from_numpy(ids.astype(np.int64)).to(device))
+    teacher = Teacher(head.to(device), torch.from_numpy(ids.astype(np.int64)).to(device))
     state = _state(request, key, lessons.documents)
     keep(state.parent)
     trainer = Trainer(student, teacher, lessons, device, request.gamma, state)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specedge.errors import SpecedgeError
+from specedge.export.batched import quick_type
 from specedge.export.distil import Teacher
 from specedge.export.lessons import Lessons, batches
 from specedge.export.students import Student, loss_of
@@ -80,7 +81,7 @@ class Trainer:
         self._train, self._held = lessons.split()
         if not self._train:
             raise SpecedgeError("data: no text is left to train on; give more of it")
-        self._gamma, self._state = gamma, state
+        self._gamma, self._state, self._quick = gamma, state, quick_type(device)
         student.module.to(device)
         self._learns = [parameter for parameter in student.module.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(self._learns, betas=(0.9, 0.95), weight_decay=0.0)
@@ -151,7 +152,7 @@ class Trainer:
 
     def _loss(self, together: Sequence[int]) -> Tensor:
         batch = self._lessons.batch(together, self._device)
-        return loss_of(self._student.draft(batch), self._student.head(), self._teacher)
+        return loss_of(self._student, batch, self._teacher, self._quick)
 
     @torch.no_grad()
     def validate(self) -> Acceptance:
@@ -169,7 +170,7 @@ class Trainer:
                 for start in range(0, len(drafted.x), 1024):
                     part = slice(start, start + 1024)
                     text, place = drafted.places[0][part], drafted.places[1][part]
-                    best = (drafted.x[part].to(self._teacher.head.dtype) @ head.T.to(self._teacher.head.dtype)).argmax(-1)
+                    best = (drafted.x[part] @ head.T).argmax(-1)
                     hits[ahead, text, place] = self._teacher.ids[best] == batch.ids[text, place]
                     known[ahead, text, place] = True
             ahead_of = [min(ahead, len(drafts) - 1) for ahead in range(self._gamma)]

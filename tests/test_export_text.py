@@ -1,6 +1,7 @@
 """Text for calibration and judgement: a person's file, or the model's own, the same for a seed and never of the same prompt."""
 
 import dataclasses
+import gzip
 import json
 import os
 import time
@@ -10,17 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
 
 import tiny
 from specedge.cachedir import keep
 from specedge.errors import SpecedgeError
 from specedge.export import self_text
-from specedge.export.calibration_text import Calibration, read_calibration, read_documents
+from specedge.export.batched import BatchedDecoder
+from specedge.export.calibration_text import Calibration, read_calibration, read_documents, read_prompted
 from specedge.export.checkpoint import open_checkpoint
 from specedge.export.self_text import Document, Writer, write_documents, writer_of
-from specedge.export.topics import Part
+from specedge.export.topics import Part, written_prompts
 from specedge.progress import silent
+from specedge.runtime.prompts import CHAT
 from specedge.tokenizer import Tokenizer
 from tiny import Array
 
@@ -51,7 +53,7 @@ def write(
     return write_documents(writer(folder, **changes), part, tokens, seed, cache, silent)
 
 
-def refuse_to_open() -> PreTrainedModel:
+def refuse_to_open() -> BatchedDecoder:
     raise AssertionError("nothing had to be written")
 
 
@@ -201,3 +203,42 @@ def test_entries_of_the_cache_leave_after_sixty_days(tmp_path: Path) -> None:
         os.utime(folder, (0, time.time() - 61 * 86400))
     keep(used)
     assert {path.name for path in tmp_path.iterdir()} == {"new", "used"}
+
+
+def test_no_topic_is_in_two_parts_and_no_built_in_prompt_in_training() -> None:
+    parts: tuple[Part, ...] = ("calibration", "held-out", "training")
+    found = {part: set(written_prompts(part)) for part in parts}
+    assert all(not found[one] & found[other] for one in parts for other in parts if one != other)
+    assert len(found["held-out"]) >= 200 and len(found["training"]) >= 5000
+    assert not found["training"] & set(CHAT)
+
+
+def test_training_text_is_greedy_and_sampled_by_turns(chain: tuple[Path, Array], tmp_path: Path) -> None:
+    folder, law = chain
+    documents = write(folder, tmp_path, "training", tokens=6000)
+    assert {document.greedy for document in documents} == {True, False}
+    for document in documents:
+        pairs = pairwise(document.ids[document.prompt - 1 :])
+        best = [law[before, :259].argmax() == after for before, after in pairs]
+        assert all(best) == document.greedy or len(best) < 6
+
+
+def test_prompts_are_told_from_answers(chain: tuple[Path, Array], tmp_path: Path) -> None:
+    folder, _ = chain
+    opened = writer(folder)
+    lines = [
+        {"ids": [5, 6, 7, 8], "prompt_length": 2, "sampling": "greedy"},
+        {"text": "hello"},
+        {"ids": [1], "prompt_length": 1},
+    ]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second = read_prompted(path, opened.tokenizer, 259, 64)
+    assert first == Document((5, 6, 7, 8), 2, True)
+    assert second.prompt == 1 and not second.greedy and len(second.ids) == 5
+    packed = tmp_path / "text.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_prompted(packed, opened.tokenizer, 259, 64) == (first, second)
+    plain = tmp_path / "text.txt"
+    plain.write_text("hello " * 40)
+    assert all(document.prompt == 1 for document in read_prompted(plain, opened.tokenizer, 259, 64))

@@ -29,6 +29,7 @@ from specedge.export.eagle_checkpoint import open_eagle
 from specedge.export.families import DecoderConfig
 from specedge.export.lessons import Batch, Lessons, batches
 from specedge.export.medusa import MedusaConfig, open_medusa
+from specedge.export.recipe import INT4, INT8
 from specedge.export.self_text import Document
 from specedge.export.train import Training, train
 from specedge.export.training import Schedule
@@ -92,8 +93,22 @@ def test_an_eagle_head_is_trained_on_what_it_will_draft() -> None:
     assert compared >= 30
 
 
+class Oracle:
+    """Drafts where another student does, knowing what the target has there."""
+
+    def __init__(self, student: students.Student, lm_head: Tensor) -> None:
+        self.module, self.taps, self.lm_head, self._student = student.module, (-1,), lm_head, student
+
+    def head(self) -> Tensor:
+        return self.lm_head
+
+    def draft(self, batch: Batch) -> list[students.Drafted]:
+        places = [drafted.places for drafted in self._student.draft(batch)]
+        return [students.Drafted(batch.streams[-1][text, place - 1], (text, place)) for text, place in places]
+
+
 def test_every_draft_is_judged_by_what_the_target_says_there() -> None:
-    """The place that a row drafts, and the hidden state whose distribution it learns: one before that token."""
+    """The loss of a student that knows the target's own hidden states is the target's entropy, place by place."""
     torch.manual_seed(0)
     batch = batch_of((0, 1, 2, -1))
     made: list[students.Student] = [
@@ -106,7 +121,15 @@ def test_every_draft_is_judged_by_what_the_target_says_there() -> None:
         for drafted in student.draft(batch):
             text, place = drafted.places
             assert len(text) and batch.answers[text, place - 1].all()
-            torch.testing.assert_close(drafted.hidden, batch.streams[-1][text, place - 1])
+        oracle = Oracle(student, torch.randn(16, 32))
+        teacher = Teacher(oracle.lm_head, torch.arange(16))
+        entropies = []
+        for drafted in oracle.draft(batch):
+            log_law = torch.log_softmax(drafted.x @ oracle.lm_head.T, -1)
+            entropies.append(-(log_law.exp() * log_law).sum(-1).mean())
+        weights = [0.8**ahead for ahead in range(len(entropies))]
+        expected = sum(weight * one for weight, one in zip(weights, entropies, strict=True)) / sum(weights)
+        torch.testing.assert_close(students.loss_of(oracle, batch, teacher, torch.float32), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 255, 700])
@@ -118,11 +141,13 @@ def test_the_loss_is_the_cross_entropy_and_so_are_its_gradients(rows: int) -> No
     def gradients(loss: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(loss, (x, head))
 
-    expected = -(torch.softmax(hidden @ teacher.head.T, -1) * torch.log_softmax(x @ head.T, -1)).sum(-1).mean()
-    found = distil(x, head, hidden, teacher)
-    torch.testing.assert_close(found, expected)
+    rows_of = torch.randperm(rows)
+    laws = torch.softmax(hidden @ teacher.head.T, -1)[rows_of]
+    expected = -(laws * torch.log_softmax(x @ head.T, -1)).sum(-1).mean()
+    found = distil(x, head, teacher.laws(hidden), rows_of, torch.float32)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)  # laws are held in float16
     for one, other in zip(gradients(found), gradients(expected), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-2)
 
 
 def test_no_prompt_is_on_both_sides_and_every_document_has_its_turn(tmp_path: Path) -> None:
@@ -231,7 +256,9 @@ def test_a_drafter_on_a_grid_stays_on_it(kind: str, store: str, chain: Path, tra
     bits = 8 if store == "int8" else 4
     smaller = sum(path.stat().st_size for path in gridded.glob("model.*")) / len(weights_of(trained[kind]))
     assert smaller < (0.75 if store == "int8" else 0.5)
-    manifest = bundles.engine(chain, tmp_path / "bundle", **{kind: str(gridded)}, widths=(1, 4)).bundle.manifest
+    manifest = bundles.engine(
+        chain, tmp_path / "bundle", **{kind: str(gridded)}, body=INT4, head=INT8, widths=(1, 4)
+    ).bundle.manifest
     stored = manifest.heads[kind].weights if kind == "medusa" else manifest.roles[kind].weights
     kept = {weight.name: (weight.source, weight.exact, weight.scheme) for weight in stored if len(weight.shape) == 2}
     own = {name: value for name, value in kept.items() if kind != "medusa" or "heads" in name}
@@ -314,7 +341,7 @@ def test_a_file_of_text_is_data_too(chain: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     found = train(asked(chain, "medusa", tmp_path / "heads", data=path, steps=3)).facts
-    assert found.data == "data.jsonl" and found.prompts == 80 and found.tokens < 80 * 26
+    assert found.data == "data.jsonl" and found.prompts == 80 and found.tokens == 80 * 26
 
 
 @pytest.mark.parametrize(
@@ -327,7 +354,7 @@ def test_a_file_of_text_is_data_too(chain: Path, tmp_path: Path) -> None:
         ({"kind": "medusa", "data": "EMPTY"}, "holds no answers to train on"),
         ({"kind": "medusa", "data": "STRANGE"}, "id 64: expected 0..63"),
         ({"kind": "medusa", "data": "PROMPT"}, "prompt_length: expected a positive number, found 'x'"),
-        ({"kind": "medusa", "rate": 1e30}, "the loss is"),
+        ({"kind": "medusa", "rate": 1e300}, "the loss is"),
         ({"kind": "medusa", "gamma": 0}, "gamma 0: expected a positive number"),
         ({"kind": "nonsense"}, "kind 'nonsense': expected one of"),
     ],

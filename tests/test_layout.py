@@ -37,6 +37,8 @@ PROVERS = {
     f"specedge/export/{name}.py"
     for name in (
         "cli",
+        "cli_train",
+        "demo",
         "quality",
         "self_checks",
         "validate",
