@@ -84,8 +84,8 @@ def model_card(facts: Facts) -> str:
         f"* Training: {facts.steps:,} steps of {facts.rows:,} tokens, {facts.minutes:.0f} minutes, seed {facts.seed}"
         + (f", from {facts.started_from}." if facts.started_from else "."),
         f"* Draft vocabulary: {facts.draft_vocab:,} ids, {facts.coverage:.1%} of the tokens of validation.",
-        f"* Validation on greedy texts of prompts it never saw, teacher-forced: {found.tokens_per_round:.2f} tokens a round "
-        f"({found.chains:,} chains).",
+        f"* Validation on greedy answers to prompts it never saw, in float: {found.tokens_per_round:.2f} tokens a round "
+        f"({found.rounds:,} rounds).",
         "",
         "| place | " + " | ".join(map(str, places)) + " |",
         "|---" * (1 + len(found.by_position)) + "|",

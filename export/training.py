@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specedge.errors import SpecedgeError
 from specedge.export.batched import quick_type
 from specedge.export.distil import Teacher
-from specedge.export.lessons import Lessons, batches
+from specedge.export.lessons import Batch, Lessons, batches
 from specedge.export.students import Student, loss_of
 
 _WARM_UP = 0.03  # of the steps
 _LEAST = 0.02  # of the learning rate, at the end
 _CHECKS = 20  # validations in all
+_JUDGED = 4096  # tokens of validation at once
 _TIMED = 4  # steps that are tried to see how long one takes
 
 
@@ -43,15 +45,15 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Teacher-forced on texts that are greedy: drafts that are the text's own tokens, of chains that begin anywhere in it."""
+    """What rounds accept of greedy texts: as they would run, since an accepted draft is the text's own token."""
 
     by_position: tuple[float, ...]
     """Of drafts at this place whose predecessors were all right."""
-    chains: int
+    rounds: int
 
     @property
     def tokens_per_round(self) -> float:
-        """1 + the mean length of the right beginning of a chain."""
+        """1 + the mean number of drafts that a round accepts."""
         return 1.0 + sum(math.prod(self.by_position[: place + 1]) for place in range(len(self.by_position)))
 
 
@@ -63,6 +65,22 @@ class Record:
     seconds: float
     loss: float
     acceptance: Acceptance
+
+
+def rounds_of(right: npt.NDArray[np.bool_], start: int, end: int) -> npt.NDArray[np.int64]:
+    """How many rounds accepted 0, 1 ... gamma drafts of a text whose tokens `start` to `end` (exclusive) are emitted.
+
+    `right` [gamma, T]: whether the token at a place is what is drafted there so many places ahead. Rounds that the end of the
+    text cuts short are left out.
+    """
+    gamma = len(right)
+    lengths = np.zeros(gamma + 1, np.int64)
+    while start + gamma < end:
+        missed = [ahead for ahead in range(gamma) if not right[ahead, start + ahead]]
+        accepted = missed[0] if missed else gamma
+        lengths[accepted] += 1
+        start += accepted + 1
+    return lengths
 
 
 class Trainer:
@@ -156,34 +174,26 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> Acceptance:
-        """On the greedy texts that were held back."""
-        right, chains = np.zeros(self._gamma), 0
-        head = self._student.head()
+        """On the greedy texts that were held back: rounds of `gamma` drafts from the beginning of each answer to its end."""
+        lengths = np.zeros(self._gamma + 1, np.int64)  # of accepted beginnings
         greedy = [index for index in self._held if self._lessons.documents[index].greedy]
-        for together in batches(self._lessons, greedy, 4096, 0) if greedy else []:
+        for together in batches(self._lessons, greedy, _JUDGED, 0) if greedy else []:
             batch = self._lessons.batch(together, self._device)
-            count, rows = batch.ids.shape
-            drafts = self._student.draft(batch)
-            hits = torch.zeros(len(drafts), count, rows + self._gamma, dtype=torch.bool, device=self._device)
-            known = torch.zeros_like(hits)
-            for ahead, drafted in enumerate(drafts):
-                for start in range(0, len(drafted.x), 1024):
-                    part = slice(start, start + 1024)
-                    text, place = drafted.places[0][part], drafted.places[1][part]
-                    best = (drafted.x[part] @ head.T).argmax(-1)
-                    hits[ahead, text, place] = self._teacher.ids[best] == batch.ids[text, place]
-                    known[ahead, text, place] = True
-            ahead_of = [min(ahead, len(drafts) - 1) for ahead in range(self._gamma)]
-            whole = torch.ones(count, rows, dtype=torch.bool, device=self._device)
-            for ahead, which in enumerate(ahead_of):
-                whole &= known[which, :, ahead : ahead + rows]
-            alive, all_chains = whole.clone(), int(whole.sum())
-            for ahead, which in enumerate(ahead_of):
-                alive &= hits[which, :, ahead : ahead + rows]
-                right[ahead] += int(alive.sum())
-            chains += all_chains
-        before = np.concatenate(([chains], right[:-1]))
-        return Acceptance(tuple((right / np.maximum(before, 1)).tolist()), chains)
+            hits = self._hits(batch).cpu().numpy()
+            for right, answers in zip(hits.swapaxes(0, 1), batch.answers.cpu().numpy(), strict=True):
+                lengths += rounds_of(right, *(np.flatnonzero(answers)[[0, -1]] + 1))
+        reached = lengths[::-1].cumsum()[::-1]
+        shares = reached[1:] / np.maximum(reached[:-1], 1)
+        return Acceptance(tuple(shares.tolist()), int(lengths.sum()))
+
+    def _hits(self, batch: Batch) -> Tensor:
+        """[gamma, B, T] whether the token at each place is what is drafted there so many places ahead."""
+        drafts, head = self._student.draft(batch), self._student.head()
+        hits = torch.zeros(len(drafts), *batch.ids.shape, dtype=torch.bool, device=self._device)
+        for ahead, drafted in enumerate(drafts):
+            best = torch.cat([(rows @ head.T).argmax(-1) for rows in drafted.x.split(_JUDGED)])
+            hits[ahead, *drafted.places] = self._teacher.ids[best] == batch.ids[drafted.places]
+        return hits[[min(ahead, len(drafts) - 1) for ahead in range(self._gamma)]]
 
     def _resume(self) -> tuple[Schedule, int] | None:
         if not self._state.is_file():
