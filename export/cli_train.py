@@ -21,7 +21,11 @@ from specedge.runtime.terminal import Output, json_option
 )
 @click.option("--tokens", type=click.IntRange(min=1), default=800_000, show_default=True, help="Of the model's own text.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Of training, text not counted (default: 30).")
-@click.option("--steps", type=click.IntRange(min=1), help="Instead of --minutes: the same weights on every machine's clock.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=0),
+    help="Instead of --minutes: the same weights on every machine's clock; 0 judges and stores the drafter of --start.",
+)
 @click.option(
     "--draft-vocab", type=click.IntRange(min=1), default=8192, show_default=True, help="Draft the most frequent ids only."
 )

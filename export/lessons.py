@@ -36,10 +36,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """Documents with their streams, bfloat16 in files of `_CHUNK` documents for every tap."""
+    """Documents with their streams, bfloat16 in a file for every tap and `_CHUNK` documents."""
 
     documents: tuple[Document, ...]
-    folder: Path
+    chunks: tuple[Path, ...]  # folders
     taps: tuple[int, ...]
     hidden: int
 
@@ -77,7 +77,7 @@ class Lessons:
         start = sum(len(document.ids) for document in self.documents[chunk * _CHUNK : index])
         shape = len(self.documents[index].ids), self.hidden
         offset = start * self.hidden * 2
-        values = np.memmap(_file(self.folder, tap, chunk), np.int16, "r", offset, shape)
+        values = np.memmap(_file(self.chunks[chunk], tap), np.int16, "r", offset, shape)
         return torch.from_numpy(np.array(values)).view(torch.bfloat16)
 
 
@@ -107,22 +107,23 @@ def read_lessons(
     progress: Progress,
 ) -> Lessons:
     """Read documents through the target, as far as the cache lacks that; `key` says which target it is."""
-    said = (_VERSION, key, [document.ids for document in documents])
-    folder = cache / "lessons" / hashlib.sha256(repr(said).encode()).hexdigest()[:32]
-    keep(folder)
     model: BatchedDecoder | None = None
-    chunks = range(0, len(documents), _CHUNK)
-    for chunk, start in enumerate(chunks):
+    chunks = []
+    for start in range(0, len(documents), _CHUNK):
         progress("hidden states", start, len(documents))
-        lacking = [tap for tap in taps if not _file(folder, tap, chunk).is_file()]
-        if lacking:
+        together = documents[start : start + _CHUNK]
+        said = (_VERSION, key, [document.ids for document in together])
+        folder = cache / "lessons" / hashlib.sha256(repr(said).encode()).hexdigest()[:32]
+        keep(folder)
+        chunks.append(folder)
+        if lacking := [tap for tap in taps if not _file(folder, tap).is_file()]:
             model = model or target()
-            _write(folder, chunk, lacking, model, documents[start : start + _CHUNK])
+            _write(folder, lacking, model, together)
     progress("hidden states", len(documents), len(documents))
-    return Lessons(tuple(documents), folder, tuple(taps), hidden)
+    return Lessons(tuple(documents), tuple(chunks), tuple(taps), hidden)
 
 
-def _write(folder: Path, chunk: int, taps: Sequence[int], model: BatchedDecoder, documents: Sequence[Document]) -> None:
+def _write(folder: Path, taps: Sequence[int], model: BatchedDecoder, documents: Sequence[Document]) -> None:
     rows: dict[int, list[Tensor]] = {tap: [torch.empty(0)] * len(documents) for tap in taps}
     for together in _alike(documents):
         longest = max(len(documents[index].ids) for index in together)
@@ -134,7 +135,7 @@ def _write(folder: Path, chunk: int, taps: Sequence[int], model: BatchedDecoder,
             for row, index in enumerate(together):
                 rows[tap][index] = streams[tap][row, : len(documents[index].ids)].to("cpu", torch.bfloat16)
     for tap in taps:
-        write_whole(_file(folder, tap, chunk), torch.cat(rows[tap]).view(torch.int16).numpy().tobytes())
+        write_whole(_file(folder, tap), torch.cat(rows[tap]).view(torch.int16).numpy().tobytes())
 
 
 def _alike(documents: Sequence[Document]) -> Iterator[list[int]]:
@@ -148,5 +149,5 @@ def _alike(documents: Sequence[Document]) -> Iterator[list[int]]:
     yield together
 
 
-def _file(folder: Path, tap: int, chunk: int) -> Path:
-    return folder / ("normed" if tap == NORMED else f"stream-{tap}") / f"{chunk}.bfloat16"
+def _file(folder: Path, tap: int) -> Path:
+    return folder / ("normed.bfloat16" if tap == NORMED else f"stream-{tap}.bfloat16")

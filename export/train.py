@@ -64,6 +64,8 @@ class Training:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UsageError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
+        if self.steps == 0 and self.start is None:
+            raise UsageError("steps 0: stores a drafter that there is; give --start or train some")
         positive = {"tokens": self.tokens, "minutes": self.minutes, "gamma": self.gamma, "rate": self.rate, "rows": self.rows}
         for name, value in positive.items():
             if not value > 0:

@@ -143,6 +143,8 @@ class Trainer:
                 self._save(plan, step + 1)
                 saved = time.perf_counter()
             told(step + 1, plan.steps)
+        if not self.records:
+            self.records.append(Record(0, 0.0, math.nan, self.validate()))
         return plan
 
     def _order(self, plan: Schedule, done: int) -> Iterator[list[int]]:

@@ -154,7 +154,7 @@ def test_no_prompt_is_on_both_sides_and_every_document_has_its_turn(tmp_path: Pa
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 99, 5).tolist()) for _ in range(300)]
     documents = tuple(Document((*prompt, *range(n % 17 + 1)), 5) for n in range(3) for prompt in prompts)
-    lessons = Lessons(documents, tmp_path, (-1,), 8)
+    lessons = Lessons(documents, (tmp_path,), (-1,), 8)
     train_on, held = lessons.split()
     assert sorted(train_on + held) == list(range(900)) and 3 <= len(held) <= 90
 
