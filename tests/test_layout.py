@@ -145,6 +145,8 @@ def check_wheel(wheel: Path, modules: Iterable[str]) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert sorted(name for name in names if name.endswith(".py")) == sorted(modules)
     assert "specedge/py.typed" in names
+    trained = {f"specedge/export/trained/{path.name}" for path in (ROOT / "export" / "trained").iterdir()}
+    assert trained and trained <= {*names}
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
