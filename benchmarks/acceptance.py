@@ -1,6 +1,6 @@
 """Tokens a round on prompts whose topics no training prompt touches, for bundles side by side.
 
-    python benchmarks/acceptance.py BUNDLE ... [--prompts 40] [--tokens 128] [--gamma 4 | --tree FILE] [--json FILE]
+python benchmarks/acceptance.py BUNDLE ... [--prompts 40] [--tokens 128] [--gamma 4 | --tree FILE] [--json FILE]
 """
 
 import json

@@ -172,9 +172,7 @@ def training_taps(layers: int) -> tuple[int, ...]:
 def _new_eagle(target: DecoderConfig, theta: float) -> EagleConfig:
     even = torch.arange(0, target.head_dim, 2, dtype=torch.float)
     frequencies = tuple((1.0 / (theta ** (even / target.head_dim))).tolist())
-    layer = replace(
-        target, layers=1, attention_bias=False, mlp_bias=False, tied=False, inv_freq=frequencies, rope_scaling=1.0
-    )
+    layer = replace(target, layers=1, attention_bias=False, mlp_bias=False, tied=False, inv_freq=frequencies, rope_scaling=1.0)
     return EagleConfig(
         generation=3,
         decoder=layer,

@@ -117,9 +117,7 @@ class Trainer:
             parameter.grad = None
         return float(np.median(times))
 
-    def run(
-        self, schedule: Callable[[], Schedule], every: float, told: Callable[[int, int], None]
-    ) -> Schedule:
+    def run(self, schedule: Callable[[], Schedule], every: float, told: Callable[[int, int], None]) -> Schedule:
         """Train to the end of a schedule, which is asked for once; where a broken run left off, if there is one.
 
         `every` is how many seconds may be lost. `told` hears how many steps are done, of how many.

@@ -45,9 +45,7 @@ class Row:
         return asdict(self)
 
 
-def compare(
-    ways: Sequence[Way], prompts: Sequence[Sequence[int]], tokens: int, progress: Progress = silent
-) -> tuple[Row, ...]:
+def compare(ways: Sequence[Way], prompts: Sequence[Sequence[int]], tokens: int, progress: Progress = silent) -> tuple[Row, ...]:
     """Greedy answers to the prompts, plain and every way in turn; the first row is plain decoding.
 
     Raises:
