@@ -70,6 +70,8 @@ class Training:
         for name, value in positive.items():
             if not value > 0:
                 raise UsageError(f"{name} {value}: expected a positive number")
+        if self.rate > 1:
+            raise UsageError(f"rate {self.rate}: expected at most 1, and a thousandth of that as a rule")
         if self.kind == "eagle" and self.layers is not None:
             raise UsageError("layers: an EAGLE head has one; leave it out")
 
