@@ -18,6 +18,7 @@ from specedge.runtime.shape import TreeShape, read_shape
 
 MODEL = "smollm2-135m"
 DRAFTERS = ("draft", "medusa", "eagle")
+_TREE = "eagle-tree"
 GAMMAS = (2, 4)
 _TOKENS = 48  # of every answer
 
@@ -40,23 +41,24 @@ def demo(output: Path, progress: Progress) -> Demo:
     """
     model = str(fetch(MODEL, progress))
     bundles = {}
+    tree = read_shape(tree_in_the_box("eagle", MODEL)).paths
     for name in DRAFTERS:
-        tree = read_shape(tree_in_the_box(name, MODEL)).paths if name == "eagle" else ()
-        request = Request(model, output / name, **{name: MODEL}, tree=tree, force=True)  # type: ignore[arg-type]
-        bundles[name] = convert(request, progress)
+        bundles[name] = convert(Request(model, output / name, **{name: MODEL}, force=True), progress)  # type: ignore[arg-type]
+    bundles[_TREE] = convert(Request(model, output / _TREE, eagle=MODEL, tree=tree, force=True), progress)
     engines = {name: load(bundle.path, reuse=False, profile=False) for name, bundle in bundles.items()}
     prompts = [engines["eagle"].encode([{"role": "user", "content": text}]) for text in CHAT]
     rows = compare(_ways(engines), prompts, _TOKENS, progress)
-    best = max(rows[1:], key=lambda row: row.measured).name.split()[0]
-    name = best if best in bundles else "eagle"
-    report = validate(bundles[name].path, model, MODEL, progress=progress)
-    return Demo(bundles, rows, name, report)
+    drafted = [row for row in rows if row.extra_bytes]
+    best = max(drafted, key=lambda row: row.measured).name.split()[0]
+    report = validate(bundles[best].path, model, MODEL, progress=progress)
+    return Demo(bundles, rows, best, report)
 
 
 def _ways(engines: dict[str, Engine]) -> list[Way]:
     lookup = load(engines["eagle"].bundle.path, drafter="lookup", reuse=False, profile=False)
     ways = [Way(f"lookup gamma {gamma}", lookup, TreeShape.chain(gamma)) for gamma in GAMMAS]
-    for name, engine in engines.items():
-        ways += [Way(f"{name} gamma {gamma}", engine, TreeShape.chain(gamma)) for gamma in GAMMAS]
-    tree = engines["eagle"].default_tree
-    return [*ways, Way("eagle tree", engines["eagle"], tree)] if tree else ways
+    for name in DRAFTERS:
+        ways += [Way(f"{name} gamma {gamma}", engines[name], TreeShape.chain(gamma)) for gamma in GAMMAS]
+    tree = engines[_TREE].default_tree
+    assert tree is not None
+    return [*ways, Way(_TREE, engines[_TREE], tree)]
