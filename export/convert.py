@@ -17,7 +17,7 @@ from specedge.errors import UsageError
 from specedge.export.calibration_text import read_calibration
 from specedge.export.checkpoint import Checkpoint, open_checkpoint
 from specedge.export.decoder import NORMED
-from specedge.export.draft_checkpoint import EMBEDDING, DraftCheckpoint, open_draft
+from specedge.export.draft_checkpoint import DraftCheckpoint, open_draft
 from specedge.export.eagle_checkpoint import open_eagle
 from specedge.export.heads import borrow, stored_vocabulary, write_eagle, write_medusa
 from specedge.export.in_the_box import in_the_box
@@ -31,7 +31,7 @@ from specedge.export.store import settle
 from specedge.export.unroll import Ranks
 from specedge.export.vocabulary import compare_vocabularies, token_count
 from specedge.folders import new_folder
-from specedge.manifest import SCHEMA, File, Manifest, Source, highest_rank
+from specedge.manifest import EMBEDDING, SCHEMA, File, Manifest, Source, highest_rank
 from specedge.mlpackage import import_coremltools
 from specedge.progress import Progress, silent
 from specedge.tokenizer import Tokenizer

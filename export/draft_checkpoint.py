@@ -19,11 +19,11 @@ from specedge.export.gguf_head import is_gguf_head
 from specedge.export.head_files import HeadFiles, open_head
 from specedge.export.hub import download, is_hub_id
 from specedge.export.tensors import check_complete
+from specedge.manifest import EMBEDDING
 from specedge.quant.pack import Quantized
 
 BORROWS = "borrows_from_target"
 """The key of config.json that lists what such a draft model lacks."""
-EMBEDDING = "embed_tokens.weight"
 _MAPS = ("d2t", "t2d")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "model.gguf", "tokenizer.model", "README.md")
 _LAYER = re.compile(r"layers\.(\d+)\.")

@@ -18,8 +18,10 @@ from specedge.export.roles import GraphWriter, Place, kv_layout, layout_of, writ
 from specedge.export.store import write_weights
 from specedge.export.unroll import Ranks, expand
 from specedge.export.weights import Stored
-from specedge.manifest import VOCABULARY, Head, Role, Rope, Weight
+from specedge.manifest import EMBEDDING, VOCABULARY, Head, Role, Rope, Weight
 from specedge.quant.pack import Quantized
+
+LM_HEAD = "lm_head.weight"
 
 
 def stored_vocabulary(ids: npt.NDArray[np.int32] | None) -> list[Stored]:
@@ -30,18 +32,18 @@ def stored_vocabulary(ids: npt.NDArray[np.int32] | None) -> list[Stored]:
 def borrow(target: Role, name: str) -> Weight:
     """The target's weight for a graph that lies beside its folder; a tied head is the embedding."""
     weights = {weight.name: weight for weight in target.weights}
-    weight = weights.get(name) or weights["embed_tokens.weight"]
+    weight = weights.get(name) or weights[EMBEDDING]
     return replace(weight, name=f"target.{weight.name}")  # a head may have its own by that name
 
 
 def write_medusa(medusa: MedusaCheckpoint, checkpoint: Checkpoint, target: Role, place: Place, recipe: Recipe) -> Head:
     """Heads' weights in `folder/medusa` and their graph beside it, where it reaches the target's weights too."""
-    config, tensors = medusa.config, MedusaTensors(medusa, checkpoint)
+    config, tensors = medusa.config, medusa_tensors(medusa, checkpoint)
     plan, more = plan_head(tensors.shapes, recipe), stored_vocabulary(medusa.vocabulary)
     weights = write_weights("medusa", tensors, plan, place.folder, place.device, place.progress, more)
     by_name = {weight.name: weight for weight in weights}
-    if not config.own_head and "lm_head.weight" not in by_name:
-        by_name["lm_head.weight"] = borrow(target, "lm_head.weight")
+    if not config.own_head and LM_HEAD not in by_name:
+        by_name[LM_HEAD] = borrow(target, LM_HEAD)
     write = GraphWriter(place, "medusa", "", by_name, 1)
     return Head(
         kind="medusa",
@@ -68,11 +70,11 @@ def write_eagle(
     `verify` are the target's widths, `widths` those of steps over drafts, `drafts` what is drafted in one call.
     """
     config, layer, device = eagle.config, eagle.config.decoder, place.device
-    tensors = EagleTensors(eagle, checkpoint)
+    tensors = eagle_tensors(eagle, checkpoint)
     plan, more = plan_head(tensors.shapes, recipe), stored_vocabulary(eagle.vocabulary)
     weights = write_weights("eagle", tensors, plan, place.folder, place.device, place.progress, more)
     by_name = {weight.name: weight for weight in weights}
-    for name in ("embed_tokens.weight", "lm_head.weight"):
+    for name in (EMBEDDING, LM_HEAD):
         if name not in by_name:
             by_name[name] = borrow(target, name)
 
@@ -80,7 +82,7 @@ def write_eagle(
     first = Body("first", to_onnx.trace_eagle(config, False, recipe.dtype), gives, names)
     following = Body("next", to_onnx.trace_eagle(config, True, recipe.dtype), gives, names)
     kv = kv_layout(layer, "delta", recipe.dtype, place.context)
-    head = ("lm_head.weight", config.draft_vocab_size, layer.hidden)
+    head = (LM_HEAD, config.draft_vocab_size, layer.hidden)
     reads = (feature_name(config.taps), config.features)
     layout = layout_of(layer, kv, place, head, reads, mapped=eagle.vocabulary is not None)
     fed_back = replace(layout, features=("hidden", layer.hidden))
@@ -112,90 +114,55 @@ def _name(kind: str, width: int | None) -> str:
     return kind if width is None else f"{kind}_{width}"
 
 
-def in_target(name: str, checkpoint: Checkpoint) -> str:
-    """Where the target keeps its embedding or LM head."""
-    return "embed_tokens.weight" if checkpoint.config.tied else name
-
-
 @dataclass(frozen=True, slots=True)
-class TargetRows:
-    """Rows of the target's LM head (or embedding): those of the draft vocabulary."""
+class HeadTensors:
+    """What a head stores of its own, `shapes` by canonical names: tensors of its file, and rows of the target's LM head.
 
+    Those are what an LM head of fewer ids is made of that the file lacks.
+    """
+
+    opened: EagleCheckpoint | MedusaCheckpoint
     checkpoint: Checkpoint
-    vocabulary: npt.NDArray[np.int32] | None
+    shapes: dict[str, tuple[int, ...]]
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        rows: npt.NDArray[np.float32] = self.checkpoint.tensor(in_target(name, self.checkpoint))[self.vocabulary]
+        if name in self.opened.names:
+            return self.opened.tensor(name)
+        rows: npt.NDArray[np.float32] = self.checkpoint.tensor(_in_target(name, self.checkpoint))[self.opened.vocabulary]
         return rows
 
     def stored_type(self, name: str) -> str:
-        return self.checkpoint.stored_type(in_target(name, self.checkpoint))
+        own = name in self.opened.names
+        return self.opened.stored_type(name) if own else self.checkpoint.stored_type(_in_target(name, self.checkpoint))
 
     def grid(self, name: str) -> Quantized | None:
-        grid = self.checkpoint.grid(in_target(name, self.checkpoint))
-        return None if grid is None or self.vocabulary is None else grid.rows(self.vocabulary)
+        if name in self.opened.names:
+            return self.opened.grid(name)
+        grid = self.checkpoint.grid(_in_target(name, self.checkpoint))
+        return None if grid is None or self.opened.vocabulary is None else grid.rows(self.opened.vocabulary)
 
 
-@dataclass(frozen=True, slots=True)
-class EagleTensors:
-    """What an EAGLE head stores of its own: copies of the target's matrices are left to be borrowed.
-
-    An LM head of fewer ids that is not in the file is made of the target's rows.
-    """
-
-    eagle: EagleCheckpoint
-    checkpoint: Checkpoint
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        config, shapes = self.eagle.config, dict(self.eagle.shapes)
-        in_target = self.checkpoint.config.vocab_size, self.checkpoint.config.hidden
-        for name in ("embed_tokens.weight", "lm_head.weight"):
-            if shapes.get(name) == in_target and self._is_copy(name):
-                del shapes[name]
-        if not config.own_head and self.eagle.vocabulary is not None:
-            shapes["lm_head.weight"] = (config.draft_vocab_size, config.decoder.hidden)
-        return shapes
-
-    def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        return self.eagle.tensor(name) if name in self.eagle.names else self._rows.tensor(name)
-
-    def stored_type(self, name: str) -> str:
-        return self.eagle.stored_type(name) if name in self.eagle.names else self._rows.stored_type(name)
-
-    def grid(self, name: str) -> Quantized | None:
-        return self.eagle.grid(name) if name in self.eagle.names else self._rows.grid(name)
-
-    @property
-    def _rows(self) -> TargetRows:
-        return TargetRows(self.checkpoint, self.eagle.vocabulary)
-
-    def _is_copy(self, name: str) -> bool:
-        return np.array_equal(self.eagle.tensor(name), self.checkpoint.tensor(in_target(name, self.checkpoint)))
+def eagle_tensors(eagle: EagleCheckpoint, checkpoint: Checkpoint) -> HeadTensors:
+    """Of an EAGLE head: copies of the target's matrices are left to be borrowed."""
+    config, shapes = eagle.config, dict(eagle.shapes)
+    in_target = checkpoint.config.vocab_size, checkpoint.config.hidden
+    for name in (EMBEDDING, LM_HEAD):
+        if shapes.get(name) == in_target and np.array_equal(
+            eagle.tensor(name), checkpoint.tensor(_in_target(name, checkpoint))
+        ):
+            del shapes[name]
+    if not config.own_head and eagle.vocabulary is not None:
+        shapes[LM_HEAD] = (config.draft_vocab_size, config.decoder.hidden)
+    return HeadTensors(eagle, checkpoint, shapes)
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaTensors:
-    """What Medusa heads store of their own: an LM head of fewer ids that they share is made of the target's rows."""
+def medusa_tensors(medusa: MedusaCheckpoint, checkpoint: Checkpoint) -> HeadTensors:
+    """Of Medusa heads, with the LM head that they share where it has fewer ids than the target's."""
+    config = medusa.config
+    shared = {LM_HEAD: (config.vocab_size, config.hidden)} if medusa.vocabulary is not None and not config.own_head else {}
+    return HeadTensors(medusa, checkpoint, medusa.shapes | shared)
 
-    medusa: MedusaCheckpoint
-    checkpoint: Checkpoint
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        config = self.medusa.config
-        shared = {"lm_head.weight": (config.vocab_size, config.hidden)}
-        return self.medusa.shapes | (shared if self.medusa.vocabulary is not None and not config.own_head else {})
-
-    def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        return self.medusa.tensor(name) if name in self.medusa.names else self._rows.tensor(name)
-
-    def stored_type(self, name: str) -> str:
-        return self.medusa.stored_type(name) if name in self.medusa.names else self._rows.stored_type(name)
-
-    def grid(self, name: str) -> Quantized | None:
-        return self.medusa.grid(name) if name in self.medusa.names else self._rows.grid(name)
-
-    @property
-    def _rows(self) -> TargetRows:
-        return TargetRows(self.checkpoint, self.medusa.vocabulary)
+def _in_target(name: str, checkpoint: Checkpoint) -> str:
+    """Where the target keeps its embedding or LM head."""
+    return EMBEDDING if checkpoint.config.tied else name

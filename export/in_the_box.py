@@ -24,5 +24,5 @@ def in_the_box(kind: str, source: str) -> str:
 
 
 def tree_in_the_box(kind: str, name: str) -> Path:
-    """The best tree of 16 nodes that was measured for a drafter (`benchmarks/acceptance.py`)."""
+    """The best tree of 16 nodes by what was measured of a drafter (`bench --tree`, then `tree`)."""
     return _FOLDER / f"{name}-{kind}-tree.json"

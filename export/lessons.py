@@ -55,7 +55,7 @@ class Lessons:
     def counts(self, indices: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
         """How often each id stands in the answers."""
         answers = [self.documents[index].ids[self.documents[index].prompt :] for index in indices]
-        return np.bincount(np.concatenate(answers), minlength=vocab_size)
+        return np.bincount(np.concatenate(answers) if answers else np.array([], np.int64), minlength=vocab_size)
 
     def batch(self, indices: Sequence[int], device: torch.device) -> Batch:
         documents = [self.documents[index] for index in indices]

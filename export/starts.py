@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specedge.errors import UsageError
 from specedge.export.checkpoint import Checkpoint
 from specedge.export.decoder import NORMED
-from specedge.export.draft_checkpoint import BORROWS, EMBEDDING, DraftCheckpoint, open_draft
+from specedge.export.draft_checkpoint import BORROWS, DraftCheckpoint, open_draft
 from specedge.export.eagle import EagleConfig
 from specedge.export.eagle_checkpoint import EagleCheckpoint, open_eagle
 from specedge.export.eagle_taps import default_taps
@@ -20,6 +20,7 @@ from specedge.export.families import DecoderConfig
 from specedge.export.medusa import MedusaCheckpoint, MedusaConfig, open_medusa
 from specedge.export.students import DraftStudent, EagleStudent, MedusaStudent, Student
 from specedge.export.tensors import Tensors
+from specedge.manifest import EMBEDDING
 
 Ids = npt.NDArray[np.int32]
 _SPREAD = 0.02  # standard deviation of weights that start at random
@@ -62,8 +63,10 @@ class EagleStart:
         self._opened = open_eagle(start, target) if start else None
         if self._opened is not None and not _is_ours(self._opened):
             raise UsageError(f"start {start}: training goes on from EAGLE-3 heads with an LM head of their own and no extras")
-        self._theta = float(round(target.inv_freq[1] ** (-target.head_dim / 2))) if target.head_dim > 2 else 10000.0
+        self._theta = _theta(self._opened.config.decoder if self._opened else target)
         self._config = self._opened.config if self._opened else _new_eagle(target, self._theta)
+        if _frequencies(self._config.decoder, self._theta) != self._config.decoder.inv_freq:
+            raise UsageError(f"start {start}: a head whose rotary frequencies are scaled; training goes on from plain ones")
         self.taps = (*self._config.taps, NORMED)
 
     def vocabulary(self, frequent: Ids) -> Ids:
@@ -104,6 +107,10 @@ class MedusaStart:
         self._config = MedusaConfig(gamma, layers or _MEDUSA_LAYERS, target.hidden, target.vocab_size, True, False)
         if self._opened is not None:
             self._config = self._opened.config
+            if self._config.own_head:
+                raise UsageError(f"start {start}: training goes on from heads that share an LM head, these have their own")
+            if self._config.heads != gamma:
+                raise UsageError(f"gamma {gamma}: {start} holds {self._config.heads} heads; give that many")
         self._vocab_size, self.taps = target.vocab_size, (NORMED,)
 
     def vocabulary(self, frequent: Ids) -> Ids:
@@ -170,9 +177,8 @@ def training_taps(layers: int) -> tuple[int, ...]:
 
 
 def _new_eagle(target: DecoderConfig, theta: float) -> EagleConfig:
-    even = torch.arange(0, target.head_dim, 2, dtype=torch.float)
-    frequencies = tuple((1.0 / (theta ** (even / target.head_dim))).tolist())
-    layer = replace(target, layers=1, attention_bias=False, mlp_bias=False, tied=False, inv_freq=frequencies, rope_scaling=1.0)
+    plain = {"inv_freq": _frequencies(target, theta), "rope_scaling": 1.0}
+    layer = replace(target, layers=1, attention_bias=False, mlp_bias=False, tied=False, **plain)  # type: ignore[arg-type]
     return EagleConfig(
         generation=3,
         decoder=layer,
@@ -190,10 +196,21 @@ def _new_eagle(target: DecoderConfig, theta: float) -> EagleConfig:
     )
 
 
+def _theta(config: DecoderConfig) -> float:
+    """The whole number that is the base of a decoder's rotary frequencies, or that of a head for it."""
+    return float(round(config.inv_freq[1] ** (-config.head_dim / 2))) if config.head_dim > 2 else 10000.0
+
+
+def _frequencies(config: DecoderConfig, theta: float) -> tuple[float, ...]:
+    even = torch.arange(0, config.head_dim, 2, dtype=torch.float)
+    return tuple((1.0 / (theta ** (even / config.head_dim))).tolist())
+
+
 def _is_ours(eagle: EagleCheckpoint) -> bool:
     config = eagle.config
     extras = (config.fc_bias, config.output_bias, config.input_norm, config.tap_norms, config.norm_before_residual)
-    return config.generation == 3 and config.own_head and not config.own_embedding and not any(extras)
+    plain = not (any(extras) or config.feeds_back_normed or config.own_embedding)
+    return config.generation == 3 and config.own_head and plain
 
 
 def _ids(opened: EagleCheckpoint | MedusaCheckpoint | DraftCheckpoint | None, frequent: Ids, vocab_size: int) -> Ids:

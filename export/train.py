@@ -25,7 +25,7 @@ from specedge.export.shipped import shipped
 from specedge.export.starts import KINDS, Start
 from specedge.export.students import Student
 from specedge.export.tensors import Tensors, fingerprint
-from specedge.export.trained_files import Facts, Storage, save_drafter
+from specedge.export.trained_files import FILES, MADE_BY, Facts, Storage, save_drafter
 from specedge.export.training import Acceptance, Schedule, Trainer
 from specedge.export.vocabulary import token_count
 from specedge.folders import new_folder
@@ -96,7 +96,7 @@ def train(request: Training, progress: Progress = silent) -> Trained:
     checkpoint = open_checkpoint(request.model)
     target = shipped(checkpoint, open_bundle(request.bundle) if request.bundle else None)
     device = torch.device(request.compute or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with new_folder(request.output, request.force, is_drafter) as folder:
+    with new_folder(request.output, request.force, is_drafter, "drafter") as folder:
         has_tokenizer = checkpoint.save_tokenizer(folder)
         tokenizer = Tokenizer.in_folder(folder)
         vocab = checkpoint.config.vocab_size
@@ -125,9 +125,11 @@ def train(request: Training, progress: Progress = silent) -> Trained:
 
 
 def is_drafter(path: Path) -> bool:
-    """Whether a folder is one that `train` wrote."""
+    """Whether a folder holds what `train` writes, and nothing else."""
     card = path / "README.md"
-    return card.is_file() and "specedge" in card.read_text(encoding="utf-8", errors="replace")
+    if not card.is_file() or {one.name for one in path.iterdir()} - FILES:
+        return False
+    return MADE_BY in card.read_text(encoding="utf-8", errors="replace")
 
 
 def _documents(

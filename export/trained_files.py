@@ -19,6 +19,9 @@ from specedge.quant.scheme import Scheme
 
 Storage = Literal["float", "int8", "int4"]
 _GRIDS = {"int8": Scheme(8, 32), "int4": Scheme(4, 32)}
+MADE_BY = "Made by `spec-export train"
+FILES = {"README.md", "config.json", "model.safetensors", "medusa_lm_head.safetensors", "model.gguf"}
+"""What is written of a drafter."""
 _OPTIONS = {"medusa": "--medusa", "eagle": "--eagle", "draft": "--draft"}
 
 
@@ -77,7 +80,7 @@ def model_card(facts: Facts) -> str:
     lines = [
         f"# {facts.kind.capitalize()} drafter for {facts.target}",
         "",
-        f"Made by `spec-export train --kind {facts.kind}` ({', '.join(f'{k} {v}' for k, v in facts.tools.items())}); "
+        f"{MADE_BY} --kind {facts.kind}` ({', '.join(f'{k} {v}' for k, v in facts.tools.items())}); "
         f"use it with `spec-export convert MODEL {_OPTIONS[facts.kind]} THIS_FOLDER`.",
         "",
         f"* Data: {facts.tokens:,} answer tokens, {facts.prompts:,} prompts, {facts.data}.",

@@ -14,7 +14,7 @@ from specedge.export.checkpoint import Checkpoint
 from specedge.export.decoder import NORMED
 from specedge.export.eagle import Eagle
 from specedge.export.eagle_checkpoint import EagleCheckpoint, open_eagle
-from specedge.export.heads import EagleTensors
+from specedge.export.heads import eagle_tensors
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
 from specedge.export.validate_weights import Comparison, compare_weights
 from specedge.export.weights import read_float32
@@ -43,7 +43,7 @@ def check_eagle(
     role, head = engine.bundle.role("eagle"), engine.eagle
     assert head is not None
     opened = open_eagle(reference, checkpoint.config, role.taps if role.taps != (NORMED,) else None)
-    tensors = EagleTensors(opened, checkpoint)
+    tensors = eagle_tensors(opened, checkpoint)
     own = [weight for weight in role.weights if weight.name != VOCABULARY]
     _check_same_head(engine.bundle, opened, {weight.name: weight.shape for weight in own}, tensors.shapes)
     compared = compare_weights("eagle", own, engine.bundle, tensors)

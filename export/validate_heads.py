@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint
-from specedge.export.heads import MedusaTensors
+from specedge.export.heads import HeadTensors, medusa_tensors
 from specedge.export.medusa import Medusa, MedusaCheckpoint, open_medusa
 from specedge.export.report import ACTIVATION_KL_LIMIT, LOGITS_LIMIT, Check, mean_kl
 from specedge.export.validate_weights import Comparison, compare_weights
@@ -37,7 +37,7 @@ def check_medusa(
     """
     bundle, head = engine.bundle, engine.bundle.manifest.heads["medusa"]
     heads = open_medusa(reference, head.hidden, checkpoint.config.vocab_size)
-    tensors = MedusaTensors(heads, checkpoint)
+    tensors = medusa_tensors(heads, checkpoint)
     quantised = head.quantised or engine.target.role.quantised  # the target's, whose LM head may be shared
     model = _reference(bundle, heads, tensors, target, quantised)
     own = [weight for weight in head.weights if weight.name != VOCABULARY]
@@ -78,9 +78,7 @@ def check_unrolled(engine: Engine, text: list[int]) -> list[Check]:
     return checks
 
 
-def _reference(
-    bundle: Bundle, heads: MedusaCheckpoint, tensors: MedusaTensors, target: PreTrainedModel, stored: bool
-) -> Medusa:
+def _reference(bundle: Bundle, heads: MedusaCheckpoint, tensors: HeadTensors, target: PreTrainedModel, stored: bool) -> Medusa:
     """The heads in torch, float32, with the checkpoint's values or those the bundle holds."""
     head = bundle.manifest.heads["medusa"]
     weights = {weight.name: weight for weight in head.weights if weight.name != VOCABULARY}

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from specedge.bundle import Bundle
 from specedge.errors import SpecedgeError
 from specedge.export.checkpoint import Checkpoint
-from specedge.export.draft_checkpoint import EMBEDDING, DraftCheckpoint
+from specedge.export.draft_checkpoint import DraftCheckpoint
 from specedge.export.families import tensor_names
 from specedge.export.report import Check, GroupError
 from specedge.export.rotated import Rotated, rotate, rotation_shapes
 from specedge.export.tensors import Tensors
 from specedge.export.weights import read_float32
-from specedge.manifest import VOCABULARY, Weight
+from specedge.manifest import EMBEDDING, VOCABULARY, Weight
 from specedge.runtime.inspect import part_of
 from specedge.runtime.vocabulary import DraftVocabulary
 

@@ -268,6 +268,11 @@ def test_a_drafter_on_a_grid_stays_on_it(kind: str, store: str, chain: Path, tra
     )
 
 
+def _is_held(prompt: list[int]) -> bool:
+    _, held = Lessons((Document((*prompt, 0), len(prompt)),), (), (-1,), 8).split()
+    return bool(held)
+
+
 _KILLED = """
 import sys
 from pathlib import Path
@@ -351,6 +356,8 @@ def test_a_file_of_text_is_data_too(chain: Path, tmp_path: Path) -> None:
         ({"kind": "draft", "layers": 5}, "layers 5: the target has 1"),
         ({"kind": "draft", "start": "MODEL"}, "goes on from drafts that it made"),
         ({"kind": "eagle", "start": "MODEL"}, "missing tensor"),
+        ({"kind": "medusa", "start": "HEADS", "gamma": 2}, "holds 3 heads; give that many"),
+        ({"kind": "medusa", "data": "ONE"}, "no text is left to train on"),
         ({"kind": "medusa", "data": "EMPTY"}, "holds no answers to train on"),
         ({"kind": "medusa", "data": "STRANGE"}, "id 64: expected 0..63"),
         ({"kind": "medusa", "data": "PROMPT"}, "prompt_length: expected a positive number, found 'x'"),
@@ -359,14 +366,22 @@ def test_a_file_of_text_is_data_too(chain: Path, tmp_path: Path) -> None:
         ({"kind": "nonsense"}, "kind 'nonsense': expected one of"),
     ],
 )
-def test_errors_are_one_line_and_leave_nothing(changes: dict[str, Any], message: str, chain: Path, tmp_path: Path) -> None:
-    files = {"EMPTY": "", "STRANGE": json.dumps({"ids": [1, 64]}), "PROMPT": json.dumps({"ids": [1, 2], "prompt_length": "x"})}
+def test_errors_are_one_line_and_leave_nothing(
+    changes: dict[str, Any], message: str, chain: Path, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    one = next(ids for ids in ([n, 1] for n in range(CHAIN)) if _is_held([ids[0]]))
+    files = {
+        "ONE": json.dumps({"ids": one}),
+        "EMPTY": "",
+        "STRANGE": json.dumps({"ids": [1, 64]}),
+        "PROMPT": json.dumps({"ids": [1, 2], "prompt_length": "x"}),
+    }
     for name, content in files.items():
         (tmp_path / f"{name}.jsonl").write_text(content)
     if "data" in changes:
         changes = changes | {"data": tmp_path / f"{changes['data']}.jsonl"}
     if "start" in changes:
-        changes = changes | {"start": str(chain)}
+        changes = changes | {"start": str(chain if changes["start"] == "MODEL" else trained["medusa"])}
     with pytest.raises((SpecedgeError, UsageError)) as caught:
         train(asked(chain, changes.pop("kind"), tmp_path / "out" / "drafter", **changes))
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -380,7 +395,8 @@ def test_a_drafter_that_is_there_stays_without_force(chain: Path, trained: dict[
     assert weights_of(trained["medusa"]) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("mine")
-    with pytest.raises(SpecedgeError, match="is no"):
+    (tmp_path / "mine" / "README.md").write_bytes((trained["medusa"] / "README.md").read_bytes())  # beside a card too
+    with pytest.raises(SpecedgeError, match="is no drafter; --force replaces drafters only"):
         train(asked(chain, "medusa", tmp_path / "mine", force=True))
     assert (tmp_path / "mine" / "letter.txt").read_text() == "mine"
 

@@ -10,10 +10,12 @@ from specedge.errors import SpecedgeError
 
 
 @contextlib.contextmanager
-def new_folder(output: Path, force: bool, is_ours: Callable[[Path], bool] = Path.exists) -> Iterator[Path]:
+def new_folder(
+    output: Path, force: bool, is_ours: Callable[[Path], bool] = Path.exists, what: str = "bundle"
+) -> Iterator[Path]:
     """A temporary sibling that takes the place of `output` when the block succeeds and vanishes when it fails.
 
-    With `force` a folder that is there is replaced, if `is_ours` knows it as such results.
+    With `force` a folder that is there is replaced, if `is_ours` knows it as such a result, called `what`.
     """
     output = output.resolve()  # a link stays a link
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
@@ -21,10 +23,10 @@ def new_folder(output: Path, force: bool, is_ours: Callable[[Path], bool] = Path
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         _sweep(output)
-        _check_free(output, force, is_ours)
+        _check_free(output, force, is_ours, what)
         partial.mkdir()
         yield partial
-        _check_free(output, force, is_ours)  # another conversion may have been quicker
+        _check_free(output, force, is_ours, what)  # another conversion may have been quicker
         if output.exists():
             output.rename(replaced)
         partial.rename(output)
@@ -37,9 +39,9 @@ def new_folder(output: Path, force: bool, is_ours: Callable[[Path], bool] = Path
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _check_free(output: Path, force: bool, is_ours: Callable[[Path], bool]) -> None:
+def _check_free(output: Path, force: bool, is_ours: Callable[[Path], bool], what: str) -> None:
     if output.exists() and not is_ours(output):
-        raise SpecedgeError(f"{output}: exists and is no bundle; --force replaces bundles only, choose another -o")
+        raise SpecedgeError(f"{output}: exists and is no {what}; --force replaces {what}s only, choose another -o")
     if output.exists() and not force:
         raise SpecedgeError(f"{output}: exists already; choose another -o or add --force")
 
